@@ -79,9 +79,3 @@ class FakeBucket:
         entries = (f"<Contents><Key>{escape(name)}</Key><Size>{size}</Size></Contents>" for name, size in sizes.items())
         text = f"<ListBucketResult><IsTruncated>false</IsTruncated>{''.join(entries)}</ListBucketResult>"
         return f'<?xml version="1.0"?>{text}'.encode()
-
-
-def files_of(folder, below=""):
-    """The files of a folder, by path, below another one in the bucket."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return {below + path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}

@@ -1,6 +1,7 @@
 """Synthetic MaxText checkpoints in orbax's layouts, written with tensorstore alone; shapes as in the authors' runs."""
 
 import json
+import re
 from pathlib import Path
 
 import ml_dtypes
@@ -95,70 +96,69 @@ def maxtext_leaves(
     static=False,
     rank=2,
     groups=1,
-    scan=True,
-    fused_qkv=False,
-    fused_mlp=False,
-    bf16_qkw=True,
     optimizer=False,
-    root="params.",
 ):
     """Random arrays of a MaxText DCFormer, by full name; `optimizer` adds the step and two moments of each."""
     generator = np.random.default_rng(seed)
-    per_group = heads // groups
-    inner = rank * 2 * per_group
-    scan_length = layers // per_block
-
-    def draw(*shape, scale=0.3, around=0.0, bf16=False):
-        values = (around + scale * generator.standard_normal(shape)).astype(np.float32)
-        return values.astype(BFLOAT16) if bf16 else values
-
-    leaves = {
-        "token_embedder.embedding": draw(vocab, embed),
-        "decoder.logits_dense.kernel": draw(embed, vocab),
-        "decoder.decoder_norm.scale": draw(embed, around=1.0),
+    per_group, inner = heads // groups, rank * 2 * (heads // groups)
+    shapes = {
+        "token_embedder.embedding": (vocab, embed),
+        "decoder.logits_dense.kernel": (embed, vocab),
+        "decoder.decoder_norm.scale": (embed,),
     }
-
-    def layer(below, sub, *stack):
-        """Arrays of one sub-block; `stack` is the length of the scan axis, the second of each shape."""
-
-        def put(name, first, *rest, **options):
-            leaves[f"decoder.{below}.{name}"] = draw(first, *stack, *rest, **options)
-
-        attention, operator = f"self_attention_{sub}", f"self_attention_{sub}.AttentionOp_0"
-        put(f"pre_self_attention_layer_norm_{sub}.scale", embed, around=1.0)
-        put(f"post_self_attention_layer_norm_{sub}.scale", embed, around=1.0)
-        if fused_qkv:
-            put(f"{attention}.qkv_proj.kernel", embed, 3, heads, channels)
-        else:
-            for kind in ("query", "key", "value"):
-                put(f"{attention}.{kind}.kernel", embed, heads, channels)
-        put(f"{attention}.out.kernel", heads, channels, embed)
-        if qk_norm:
-            put(f"{attention}.q_norm.scale", channels, around=1.0)
-            put(f"{attention}.k_norm.scale", channels, around=1.0)
-        put(f"{operator}.dyn_w_proj.dw1.kernel", embed, groups, 4, inner)
-        put(f"{operator}.dyn_w_proj.qkw", groups, 4, inner, 2 * rank, per_group, bf16=bf16_qkw)
-        put(f"{operator}.dyn_w_proj.dd.kernel", embed, groups, 4 * per_group)
-        if static:
-            put(f"{operator}.pre_proj.w", groups, per_group, per_group, bf16=bf16_qkw)
-            put(f"{operator}.post_proj.w", groups, per_group, per_group, bf16=bf16_qkw)
-        if fused_mlp:
-            put(f"mlp_{sub}.wi.kernel", embed, 2, mlp)
-        else:
-            put(f"mlp_{sub}.wi_0.kernel", embed, mlp)
-            put(f"mlp_{sub}.wi_1.kernel", embed, mlp)
-        put(f"mlp_{sub}.wo.kernel", mlp, embed)
-
+    attention, operator = "self_attention_{sub}", "self_attention_{sub}.AttentionOp_0"
+    in_layer = {
+        "pre_self_attention_layer_norm_{sub}.scale": (embed,),
+        "post_self_attention_layer_norm_{sub}.scale": (embed,),
+        **{f"{attention}.{kind}.kernel": (embed, heads, channels) for kind in ("query", "key", "value")},
+        f"{attention}.out.kernel": (heads, channels, embed),
+        **{f"{attention}.{letter}_norm.scale": (channels,) for letter in "qk" if qk_norm},
+        f"{operator}.dyn_w_proj.dw1.kernel": (embed, groups, 4, inner),
+        f"{operator}.dyn_w_proj.qkw": (groups, 4, inner, 2 * rank, per_group),
+        f"{operator}.dyn_w_proj.dd.kernel": (embed, groups, 4 * per_group),
+        **{f"{operator}.{stage}_proj.w": (groups, per_group, per_group) for stage in ("pre", "post") if static},
+        "mlp_{sub}.wi_0.kernel": (embed, mlp),
+        "mlp_{sub}.wi_1.kernel": (embed, mlp),
+        "mlp_{sub}.wo.kernel": (mlp, embed),
+    }
     for sub in range(per_block):
-        if scan:
-            layer("layers", sub, scan_length)
-        else:
-            for block in range(scan_length):
-                layer(f"layers_{block}", sub)
-    named = {root + name: values for name, values in leaves.items()}
+        for name, (first, *rest) in in_layer.items():  # the second axis is the scan's
+            shapes[f"decoder.layers.{name.format(sub=sub)}"] = (first, layers // per_block, *rest)
+    leaves = {}
+    for name, shape in shapes.items():
+        values = name.endswith("scale") + 0.3 * generator.standard_normal(shape)
+        leaves[name] = values.astype(BFLOAT16 if name.endswith(("qkw", "_proj.w")) else np.float32)
+    named = {f"params.{name}": values for name, values in leaves.items()}
     if optimizer:
         named["step"] = np.int32(7)
         named["opt_state.count"] = np.int32(7)
         for moment in ("mu", "nu"):
             named |= {f"opt_state.{moment}.{name}": np.full_like(values, 1e-3) for name, values in leaves.items()}
     return named
+
+
+def relaid(leaves, *, per_block=2, scan=True, stack_axis=1, fused_qkv=False, fused_mlp=False, root="params."):
+    """The same parameters as another run holds them: in other blocks, or every block or projection in an array."""
+    laid, layers = {}, [{} for _ in range(4)]
+    for name, values in leaves.items():
+        if match := re.fullmatch(r"params\.decoder\.layers\.(\w+?)_(\d)\.(.+)", name):
+            for block in range(values.shape[1]):
+                layers[2 * block + int(match[2])][match[1], match[3]] = values[:, block]
+        else:
+            laid[re.sub(r"^params\.", root, name)] = values
+    for layer in layers:
+        for is_fused, part, fused, names in (
+            (fused_qkv, "self_attention", "qkv_proj", ("query", "key", "value")),
+            (fused_mlp, "mlp", "wi", ("wi_0", "wi_1")),
+        ):
+            if is_fused:
+                parts = [layer.pop((part, f"{name}.kernel")) for name in names]
+                layer[part, f"{fused}.kernel"] = np.stack(parts, axis=1)
+    for sub in range(per_block):
+        for part, name in layers[0]:
+            blocks = [layer[part, name] for layer in layers[sub::per_block]]
+            if scan:
+                laid[f"{root}decoder.layers.{part}_{sub}.{name}"] = np.stack(blocks, stack_axis)
+            else:
+                laid |= {f"{root}decoder.layers_{i}.{part}_{sub}.{name}": block for i, block in enumerate(blocks)}
+    return laid

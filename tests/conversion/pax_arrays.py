@@ -22,8 +22,8 @@ PAX_CONFIG = {
 PAX_STATE = {"step": np.array(7, np.int32), "opt_states_0.no_prefix_0.count": np.zeros((), np.int32)}
 
 
-def pax_arrays(blocks=1, mlp_gate=0):
-    """Random arrays in blocks of two layers, by full name; axis 0 of those of a layer is the block."""
+def pax_arrays():
+    """Random arrays of a block of two layers, by full name; axis 0 of those of a layer is the block."""
     generator = np.random.default_rng(3)
     in_layer = {
         "layer_norm.scale": (16,),
@@ -37,11 +37,8 @@ def pax_arrays(blocks=1, mlp_gate=0):
         "ff_layer.ffn_layer1_gate.linear.w": (16, 24),
         "ff_layer.ffn_layer1.linear.w": (16, 24),
         "ff_layer.ffn_layer2.linear.w": (24, 16),
-        **({"ff_layer.mgate_layer.linear.w": (16, mlp_gate)} if mlp_gate else {}),
     }
     shapes = {"embedding_lookup.emb_var": (32, 16), "final_ln.scale": (16,), "softmax.logits_ffn.linear.w": (16, 32)}
     for sub in range(2):
-        shapes |= {
-            f"transformer.repeat.sub.x_layers_{sub}.{name}": (blocks, *shape) for name, shape in in_layer.items()
-        }
+        shapes |= {f"transformer.repeat.sub.x_layers_{sub}.{name}": (1, *shape) for name, shape in in_layer.items()}
     return {PAX_ROOT + name: generator.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}

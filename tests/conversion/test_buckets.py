@@ -1,7 +1,8 @@
 """Checkpoints in buckets, which a local server imitates."""
 
 import pytest
-from fake_bucket import FakeBucket, files_of
+from damage import contents
+from fake_bucket import FakeBucket
 from orbax_writer import maxtext_leaves, write_checkpoint
 
 from dcformer.conversion import convert_maxtext, stores, writer
@@ -17,7 +18,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def bucket(run, monkeypatch):
-    server = FakeBucket({**files_of(run, "mine/"), "mine/": b""})
+    server = FakeBucket({"mine/": b""} | {f"mine/{name}": content for name, content in contents(run).items()})
     settings = {
         "AWS_ENDPOINT_URL": server.endpoint,
         "AWS_REGION": "us-east-1",

@@ -119,15 +119,6 @@ def test_a_source_replaced_with_its_time_kept_starts_again(tmp_path):
     assert converted.keys() == wanted.keys() and all(torch.equal(converted[name], wanted[name]) for name in wanted)
 
 
-def test_a_model_that_computes_infinity_leaves_nothing_behind(tmp_path):
-    model = tiny_model(num_hidden_layers=2)
-    model.model.layers[0].mlp.down_proj.weight.data.fill_(3e38)
-    model.save_pretrained(tmp_path / "source")
-    with pytest.raises(ValueError, match="output of layer 0 is not finite"):
-        convert_torch(tmp_path / "source", tmp_path / "model")
-    assert not partial_of(tmp_path / "model").exists()
-
-
 @contextlib.contextmanager
 def killed_at(step):
     """The block ends as if the process were killed at its n-th change of folders: none of its clean-up is done."""
@@ -178,9 +169,16 @@ def test_a_full_disk_keeps_finished_shards_and_a_wrong_source_nothing(run, tmp_p
     leaves = maxtext_leaves(0, layers=2)
     leaves["params.decoder.layers.mlp_1.wo.kernel"][0] = float("nan")
     write_checkpoint(tmp_path / "bad", leaves)
-    with pytest.raises(ValueError, match="NaN"):
-        convert_maxtext(tmp_path / "bad", tmp_path / "other", max_shard_size="4KB")
-    assert not partial_of(tmp_path / "other").exists()
+    model = tiny_model(num_hidden_layers=2)
+    model.model.layers[0].mlp.down_proj.weight.data.fill_(3e38)
+    model.save_pretrained(tmp_path / "infinite")
+    for convert, source, words in (
+        (convert_maxtext, "bad", "NaN"),
+        (convert_torch, "infinite", "output of layer 0 is not finite"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            convert(tmp_path / source, tmp_path / "other", max_shard_size="4KB")
+        assert not partial_of(tmp_path / "other").exists()
 
 
 def test_the_way_back_resumes_from_finished_arrays_that_are_whole(model, tmp_path, monkeypatch):

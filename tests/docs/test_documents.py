@@ -20,9 +20,9 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # Run by every `make test`; those of all pages by `pytest tests/docs --all-pages`.
-RUN_ALWAYS = ("README", "generation", "drop_in", "questions")
-# Their examples train or convert; tests of their rooms run those.
-RUN_ELSEWHERE = ("conversion", "evaluation", "sweeps", "training")
+RUN_ALWAYS = ("README", "conversion", "generation", "drop_in", "questions")
+# Their examples train or evaluate; tests of their rooms run those.
+RUN_ELSEWHERE = ("evaluation", "sweeps", "training")
 # The page names a checkpoint of 5.7 GB; the bundled model stands in for it.
 PUBLISHED, BUNDLED = '"Caiyun-AI/DCFormer-2.8B"', repr(dcformer.pretrained_path("dcformer-tiny"))
 

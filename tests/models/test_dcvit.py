@@ -172,14 +172,11 @@ def test_the_auto_classes_and_a_pipeline_know_a_saved_folder(tmp_path):
     assert_close(torch.tensor([scores[f"LABEL_{number}"] for number in range(5)]), expected, **CLOSE)
 
 
-def test_a_file_that_lacks_a_compose_weight_is_refused(tmp_path):
+def test_inputs_models_and_files_that_do_not_fit_are_refused(tmp_path):
     tiny_dcvit().save_pretrained(tmp_path)
     (name,) = without(tmp_path, "layers.1.attention.compose.gate_weight")
     with pytest.raises(ValueError, match=f"lacks {name}"):
         DCViTForImageClassification.from_pretrained(tmp_path)
-
-
-def test_inputs_and_models_that_do_not_fit_are_refused():
     model = tiny_dcvit(DCViTModel)
     for inputs, message in (
         ({"pixel_values": torch.zeros(1, 1, 16, 16)}, "channel dimension"),

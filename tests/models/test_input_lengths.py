@@ -8,8 +8,9 @@ import logging
 
 import pytest
 import torch
+from test_cached_forward import CACHES
 from tiny_models import random_tokens, tiny_model
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 from dcformer import inputs_dcformer
 
@@ -21,13 +22,6 @@ PAST, LENGTH = 5, 8
 def reference(model, tokens, padding=None):
     """One forward over the whole rows without a cache, where nothing can disagree."""
     return model(tokens, attention_mask=padding, use_cache=False).logits
-
-
-CACHES = {
-    "dynamic": lambda config: DynamicCache(config=config),
-    "dynamic_without_config": lambda config: DynamicCache(),
-    "static": lambda config: StaticCache(config=config, max_cache_len=PAST + LENGTH + 3),
-}
 
 
 def filled_cache(kind, model, tokens):

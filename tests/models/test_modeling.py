@@ -146,7 +146,7 @@ def test_frequencies_are_those_of_a_fresh_model_after_conversions(kind, others):
 @pytest.mark.parametrize("groups", [1, 4])
 def test_composition_starts_as_section_4_of_the_paper_says(groups):
     hidden, heads, rank = 256, 16 // groups, 2
-    shape = {"hidden_size": hidden, "num_attention_heads": 16, "num_hidden_layers": 8}
+    shape = {"hidden_size": hidden, "num_attention_heads": 16, "num_hidden_layers": 8, "initializer_range": 0.1}
     model = DCFormerForCausalLM(tiny_config(compose_groups=groups, compose_static=True, **shape))
     expected = {
         "low_rank_weight": 0.02 / (math.sqrt(2 * heads * rank) * (heads + rank)),

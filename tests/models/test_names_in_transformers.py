@@ -9,13 +9,13 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from tiny_models import random_tokens, tiny_config, tiny_model
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForTokenClassification, Trainer, TrainingArguments
 from transformers.cli.serving import model_manager
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.modelcard import TASK_MAPPING
 
 import dcformer
-from dcformer import DCFormerForCausalLM, DCFormerForTokenClassification, pretrained_path
+from dcformer import DCFormerForCausalLM, pretrained_path
 from dcformer.integrations import name_models_for_server
 
 
@@ -59,19 +59,15 @@ def smoothed(logits, labels):
 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", ["dcformer", "dcpythia", "plain_gated_transformer"])
-def test_label_smoothing_predicts_the_next_token(variant, tmp_path):
+def test_label_smoothing_predicts_the_next_token_and_leaves_labels_of_classifiers_where_they_are(variant, tmp_path):
     model, tokens = tiny_model(variant), random_tokens(2, 12)
     expected = smoothed(model(tokens).logits[:, :-1], tokens[:, 1:])
     torch.testing.assert_close(smoothed_loss(model, tokens, tokens, tmp_path), expected)
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM"))  # starts with the same outputs
     torch.testing.assert_close(smoothed_loss(adapted, tokens, tokens, tmp_path), expected)
-
-
-@torch.no_grad()
-def test_label_smoothing_leaves_the_labels_of_a_classifier_where_they_are(tmp_path):
-    model, tokens = DCFormerForTokenClassification(tiny_config(num_labels=5)).eval(), random_tokens(2, 12)
-    expected = smoothed(model(tokens).logits, tokens % 5)
-    torch.testing.assert_close(smoothed_loss(model, tokens, tokens % 5, tmp_path), expected)
+    classifier = AutoModelForTokenClassification.from_config(tiny_config(variant, num_labels=5)).eval()
+    expected = smoothed(classifier(tokens).logits, tokens % 5)
+    torch.testing.assert_close(smoothed_loss(classifier, tokens, tokens % 5, tmp_path), expected)
 
 
 def test_the_server_of_transformers_loads_a_model(monkeypatch):

@@ -36,8 +36,7 @@ QUESTION = "There are Paris, Paris, Mumbai. Which is different? The city in"
 # Name -> variant of tiny_models, changes of it, whether its heads divide between two ranks.
 SHARED = {
     "one_group": ("dcformer", {}, False),
-    "two_groups": ("grouped", {}, True),
-    "two_groups_of_every_branch": ("all_branches", {"compose_groups": 2, "vocab_size": 68}, True),
+    "two_groups": ("all_branches", {"compose_groups": 2, "vocab_size": 68}, True),
     "gated": ("grouped_query_attention", {"compose_groups": 2, "attention_bias": True, "mlp_gate_dim": 4}, True),
     "tied": ("dcformer", {"compose_groups": 4, "tie_word_embeddings": True}, True),
     "dcpythia_in_groups": ("dcpythia", {"compose_groups": 2}, True),
@@ -176,14 +175,14 @@ def a_plan_of_the_caller_is_kept(folder):
 
 @check
 def no_more_is_communicated_than_in_llama(folder):
-    config = DCFormerConfig.from_pretrained(folder / "two_groups_of_every_branch")
+    config = DCFormerConfig.from_pretrained(folder / "two_groups")
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     llama = LlamaForCausalLM(LlamaConfig(**{name: getattr(config, name) for name in sizes}))
     if dist.get_rank() == 0:
         llama.save_pretrained(folder / "llama")
     dist.barrier()
     counts = {}
-    for name in ("llama", "two_groups_of_every_branch"):
+    for name in ("llama", "two_groups"):
         _, shared = pair(folder / name)
         with CommDebugMode() as communication, torch.no_grad():
             shared(random_tokens(2, 9))

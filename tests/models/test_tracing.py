@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tiny_models import random_tokens, strengthened, tiny_config, tiny_model
-from transformers import GenerationConfig, StaticCache
+from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.integrations.executorch import convert_and_export_with_cache
 
 from dcformer import DCFormerForCausalLM, DCFormerForSequenceClassification
@@ -54,12 +54,16 @@ def test_the_static_cache_of_an_exported_program_holds_the_key_wise_weights(vari
         assert largest_difference(torch.cat(steps, dim=1), model(tokens, use_cache=False).logits) < 2e-5
 
 
-def test_a_static_cache_with_rows_that_a_graph_cannot_widen_is_refused():
+def test_a_cache_with_rows_that_a_graph_cannot_widen_is_refused_and_others_are_not():
     model = tiny_model(num_hidden_layers=1).requires_grad_(False)
     cache = StaticCache(config=model.config, max_cache_len=16)
     cache.early_initialization(1, 4, model.config.head_dim, torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match="early_initialization with head_dim=16"):
         torch.jit.trace(lambda tokens: model(tokens, cache=cache).logits, random_tokens(1, 1))
+    model = tiny_model("pre_only", num_hidden_layers=1).requires_grad_(False)  # whose values have head_dim channels
+    cache = DynamicCache(config=model.config)
+    model(random_tokens(1, 5), cache=cache)
+    torch.jit.trace(lambda tokens: model(tokens, cache=cache).logits, random_tokens(1, 1), check_trace=False)
 
 
 def test_torchscript_of_a_text_of_several_chunks_knows_all_lengths():

@@ -43,20 +43,16 @@ def test_mappings_of_an_extended_recipe_merge_and_values_replace(tmp_path, write
     assert merged["model"] == {"preset": "dcformer-405m", "compose_rank": 1}
 
 
-def test_overrides_replace_values_of_any_depth(tmp_path, write):
-    overrides = ["training.max_steps=20", "training.learning_rate=3e-4", "data.evaluation=null", "seed=7", "name=x=y"]
-    recipe = load_recipe(write("a.yaml", tiny_mapping(tmp_path)), overrides)
-    assert (recipe.training.max_steps, recipe.training.learning_rate) == (20, 3e-4)
-    assert (recipe.data.evaluation, recipe.seed, recipe.name) == (None, 7, "x=y")
-    with pytest.raises(ValueError, match="'seed'"):
-        load_recipe("dcformer-tiny", ["seed"])
-
-
-def test_values_may_refer_to_others(tmp_path, write):
+def test_overrides_replace_values_of_any_depth_and_values_may_refer_to_others(tmp_path, write):
     mapping = tiny_mapping(tmp_path, data={"sequence_length": "${training.per_device_batch_size}"})
     del mapping["output"]
-    recipe = load_recipe(write("a.yaml", mapping), ["training.per_device_batch_size=4", "name=of_${model.hidden_size}"])
-    assert (recipe.data.sequence_length, recipe.name, recipe.output) == (4, "of_16", "runs/of_16")
+    overrides = ["training.max_steps=20", "training.learning_rate=3e-4", "data.evaluation=null", "seed=7"]
+    recipe = load_recipe(write("a.yaml", mapping), [*overrides, "name=x=${model.hidden_size}"])
+    assert (recipe.training.max_steps, recipe.training.learning_rate) == (20, 3e-4)
+    assert (recipe.data.evaluation, recipe.seed, recipe.name) == (None, 7, "x=16")
+    assert (recipe.data.sequence_length, recipe.output) == (2, "runs/x=16")
+    with pytest.raises(ValueError, match="'seed'"):
+        load_recipe("dcformer-tiny", ["seed"])
 
 
 @pytest.mark.parametrize(

@@ -92,11 +92,6 @@ def start_from(output, tokenizer, pretrained):
     return Recipe.from_mapping({**values, "model": {"pretrained": pretrained}})
 
 
-def test_a_run_can_start_from_weights(run, tmp_path):
-    recipe = start_from(tmp_path, "head_tasks", run[2]["folder"])
-    assert train(recipe)["evaluation_loss"] == pytest.approx(run[2]["evaluation_loss"], abs=1e-5)
-
-
 def test_a_run_can_start_from_a_bundled_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = start_from("run", "dcformer-tiny", "dcformer-tiny")

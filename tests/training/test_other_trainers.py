@@ -1,4 +1,4 @@
-"""TRL's trainers work with these models as with those of Transformers, given as a model or a path."""
+"""Trainers of Transformers and TRL work with these models as with others, given as a model or a path."""
 
 import math
 
@@ -6,8 +6,14 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from tiny_models import ANSWERS
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tiny_models import ANSWERS, random_tokens, tiny_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorWithFlattening,
+    Trainer,
+    TrainingArguments,
+)
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from dcformer.head_tasks import generate_documents
@@ -17,14 +23,18 @@ TINY = ANSWERS
 TEXTS = [document["text"] for document in generate_documents(4, seed=0, lines=(2, 4))]
 LINES = [text.rstrip("\n").rpartition("\n") for text in TEXTS]
 PROMPTS, COMPLETIONS = [f"{lines[0]}\n" for lines in LINES], [lines[2] for lines in LINES]
+PADDING = 66  # no row holds it
+ROWS = [random_tokens(1, length, vocab_size=PADDING, seed=length)[0].tolist() for length in (13, 5, 9, 17)]
 
 
 @pytest.fixture
-def fit(brief):
+def fit(tmp_path):
     """Trains for two steps and returns the losses; options go to the configuration."""
+    brief = {"output_dir": str(tmp_path), "max_steps": 2, "logging_steps": 1, "save_strategy": "no", "report_to": []}
+    brief |= {"use_cpu": True, "disable_tqdm": True, "bf16": False}
 
     def train(trainer_class, config_class, model, dataset, *, arguments=None, **options):
-        values = {"per_device_train_batch_size": 2, "learning_rate": 1e-3, "bf16": False, **brief}
+        values = {"per_device_train_batch_size": 2, "learning_rate": 1e-3, **brief}
         trainer = trainer_class(
             model=model,
             args=config_class(**{**values, **options}),
@@ -36,6 +46,45 @@ def fit(brief):
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
     return train
+
+
+def pad(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    width = max(len(row["input_ids"]) for row in rows)
+    missing = [width - len(row["input_ids"]) for row in rows]
+    return {
+        "input_ids": torch.tensor([row["input_ids"] + [PADDING] * n for row, n in zip(rows, missing)]),
+        "labels": torch.tensor([row["labels"] + [-100] * n for row, n in zip(rows, missing)]),
+        "attention_mask": torch.tensor([[1] * len(row["input_ids"]) + [0] * n for row, n in zip(rows, missing)]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("collate", "options"),
+    [
+        (pad, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}),
+        (pad, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}),
+        (pad, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
+        (DataCollatorWithFlattening(), {}),
+    ],
+    ids=["accumulated", "checkpointed", "checkpointed_reentrant", "one_row_without_padding"],
+)
+def test_no_way_of_saving_memory_changes_a_step(collate, options, fit):
+    before, plain, other = tiny_model(), tiny_model(), tiny_model()
+    sgd = {"per_device_train_batch_size": 4, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
+    sgd |= {"lr_scheduler_type": "constant"}
+    losses, other_losses = (
+        fit(Trainer, TrainingArguments, model, {"input_ids": ROWS, "labels": ROWS}, arguments=collator, **sgd | changed)
+        for model, collator, changed in (
+            (plain, {"data_collator": pad}, {}),
+            (other, {"data_collator": collate}, options),
+        )
+    )
+    weights, others = dict(plain.named_parameters()), dict(other.named_parameters())
+    assert max((weights[name] - weight).abs().max() for name, weight in before.named_parameters()) > 0.05
+    # Two steps of SGD in float32 move parameters by up to 0.3; sums over documents run in another order.
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, others[name], atol=2e-4, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
+    assert losses == pytest.approx(other_losses, abs=1e-4)
 
 
 @pytest.mark.parametrize(
