@@ -1,4 +1,4 @@
-"""Tools that get a path find the class that its config.json names, as they do for models of Transformers."""
+"""Tools that get a path find the class that its config.json names, and Auto classes every head on the decoder."""
 
 import re
 import sys
@@ -9,13 +9,19 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from tiny_models import random_tokens, tiny_config, tiny_model
-from transformers import AutoModelForTokenClassification, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.cli.serving import model_manager
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.modelcard import TASK_MAPPING
 
 import dcformer
-from dcformer import DCFormerForCausalLM, pretrained_path
+from dcformer import (
+    DCFormerConfig,
+    DCFormerForCausalLM,
+    DCFormerForTokenClassification,
+    DCFormerModel,
+    pretrained_path,
+)
 from dcformer.integrations import name_models_for_server
 
 
@@ -45,6 +51,69 @@ def test_the_auto_class_and_the_table_of_its_task_have_every_public_model(name):
     assert tasks == ([] if ending == "Model" else [TASKS[ending]])
 
 
+HEADS = {
+    "sequence": transformers.AutoModelForSequenceClassification,
+    "token": transformers.AutoModelForTokenClassification,
+    "question": transformers.AutoModelForQuestionAnswering,
+}
+
+
+def make(head: str, family: str):
+    return HEADS[head].from_config(tiny_config(family, pad_token_id=0, num_labels=3)).eval()
+
+
+@pytest.mark.parametrize("family", ["dcformer", "dcpythia"])
+@pytest.mark.parametrize("head", HEADS)
+def test_auto_classes_make_save_and_load_every_head_and_its_loss_reaches_every_parameter(head, family, tmp_path):
+    model, tokens = make(head, family), random_tokens(2, 9).clamp(min=1)
+    assert type(model).__name__.startswith("DCPythiaFor" if family == "dcpythia" else "DCFormerFor")
+    model.save_pretrained(tmp_path)
+    loaded, info = HEADS[head].from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    with torch.no_grad():
+        for ours, again in zip(model(tokens).values(), loaded(tokens).values()):
+            if isinstance(ours, torch.Tensor):
+                assert torch.equal(ours, again)
+    labels = {
+        "sequence": {"labels": torch.tensor([0, 2])},
+        "token": {"labels": torch.randint(3, (2, 9))},
+        "question": {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 8])},
+    }[head]
+    model.train()(tokens, **labels).loss.backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+def test_a_head_needs_no_registered_configuration():
+    """A checkpoint that brings its code along may have a second copy of the configuration's class."""
+    config = type("Copy", (DCFormerConfig,), {}).from_dict(tiny_config(classifier_dropout=0.0).to_dict())
+    head = DCFormerForTokenClassification(config)
+    assert type(head.model) is DCFormerModel and head.dropout.p == 0
+    assert type(config) not in transformers.AutoModel._model_mapping
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_row_is_classified_as_it_is_alone(side):
+    model = make("sequence", "dcformer")
+    tokens, length = random_tokens(2, 9).clamp(min=1), 5
+    mask = torch.ones_like(tokens)
+    hidden = slice(0, -length) if side == "left" else slice(length, None)
+    kept = slice(-length, None) if side == "left" else slice(0, length)
+    tokens[1, hidden] = mask[1, hidden] = 0
+    together = model(tokens, attention_mask=mask).logits
+    alone = torch.cat([model(tokens[:1]).logits, model(tokens[1:, kept]).logits])
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
+
+
+def test_a_head_is_drawn_on_a_language_model_and_its_decoder_kept(tmp_path):
+    language_model = tiny_model()
+    language_model.save_pretrained(tmp_path)
+    model, info = HEADS["sequence"].from_pretrained(tmp_path, output_loading_info=True)
+    assert info["missing_keys"] == {"score.weight"} and info["unexpected_keys"] == {"lm_head.weight"}
+    for name, parameter in language_model.model.named_parameters():
+        assert torch.equal(model.model.get_parameter(name), parameter), name
+
+
 def smoothed_loss(model, tokens, labels, folder):
     """What Trainer optimises with `label_smoothing_factor=0.1`."""
     arguments = TrainingArguments(folder, label_smoothing_factor=0.1, report_to=[], use_cpu=True)
@@ -65,7 +134,7 @@ def test_label_smoothing_predicts_the_next_token_and_leaves_labels_of_classifier
     torch.testing.assert_close(smoothed_loss(model, tokens, tokens, tmp_path), expected)
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM"))  # starts with the same outputs
     torch.testing.assert_close(smoothed_loss(adapted, tokens, tokens, tmp_path), expected)
-    classifier = AutoModelForTokenClassification.from_config(tiny_config(variant, num_labels=5)).eval()
+    classifier = HEADS["token"].from_config(tiny_config(variant, num_labels=5)).eval()
     expected = smoothed(classifier(tokens).logits, tokens % 5)
     torch.testing.assert_close(smoothed_loss(classifier, tokens, tokens % 5, tmp_path), expected)
 

@@ -36,6 +36,7 @@ QUESTION = "There are Paris, Paris, Mumbai. Which is different? The city in"
 # Name -> variant of tiny_models, changes of it, whether its heads divide between two ranks.
 SHARED = {
     "one_group": ("dcformer", {}, False),
+    "one_key_value_head": ("grouped", {"num_key_value_heads": 1}, False),
     "two_groups": ("all_branches", {"compose_groups": 2, "vocab_size": 68}, True),
     "gated": ("grouped_query_attention", {"compose_groups": 2, "attention_bias": True, "mlp_gate_dim": 4}, True),
     "tied": ("dcformer", {"compose_groups": 4, "tie_word_embeddings": True}, True),
