@@ -99,6 +99,18 @@ def test_left_padded_decoding_equals_unpadded_runs(cache, pieces):
 
 
 @torch.no_grad()
+def test_cached_rows_without_key_wise_weights_as_of_learned_prefixes_compose_nothing():
+    model, rows, logits, widths = exact_model("one_layer"), torch.randn(1, 4, 3, 8).double(), [], []
+    for channels in (0, *set(model.config.compose_cache_channels)):
+        cache = DynamicCache(config=model.config)
+        for layer in range(2):
+            cache.update(*[torch.nn.functional.pad(rows, (0, channels))] * 2, layer)
+        logits.append(model(random_tokens(1, 4), cache=cache).logits)
+        widths.append([layer.keys.shape[-1] for layer in cache.layers])
+    assert torch.equal(*logits) and widths[0] == [8, 16]  # of the layer that composes alone
+
+
+@torch.no_grad()
 def test_packed_sequences_equal_separate_ones():
     """Also where positions jump forward, and where every row is packed in another way."""
     model, tokens = exact_model(), random_tokens(2, 40)

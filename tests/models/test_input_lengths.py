@@ -187,7 +187,8 @@ def test_nothing_is_warned_of_where_positions_are_honoured_or_mean_padding(warni
     model, tokens = tiny_model(), random_tokens(1, 10)
     model(tokens, position_ids=PACKED, use_cache=False)
     padded = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1, 1]])
-    model(tokens, position_ids=(padded.cumsum(-1) - 1).masked_fill(padded == 0, 1), attention_mask=padded)
+    for mask in (padded, padded.flip(1)):
+        model(tokens, position_ids=(mask.cumsum(-1) - 1).masked_fill(mask == 0, 1), attention_mask=mask)
     model.generate(tokens, attention_mask=padded, max_new_tokens=2, do_sample=False)
     between = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0, 1, 1]])
     cache = filled_cache("dynamic", model, tokens)
