@@ -144,7 +144,8 @@ class AuthorsDecoder:
         query, key = attention.q_norm(query), attention.k_norm(key)
         query, key, value = (states.transpose(1, 2) for states in (query, key, value))
         rotation = [part[:, positions] for part in self.rotation]
-        query, key = (apply_rotary_pos_emb(states, *rotation) for states in (query, key))
+        cos, sin = (each.unsqueeze(1) for each in rotation)
+        query, key = (apply_rotary_pos_emb(states, cos, sin) for states in (query, key))
         factors = self.factors(index, x)
         # W_1 W_2 + diag(gate) of every position, (b, length, c, m, n), of queries and of keys
         maps_of_all = torch.einsum("btcprm,btcprn->btcpmn", factors.w1, factors.w2) + torch.diag_embed(factors.gate)

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dcformer.compose_dcformer import cache_bytes_per_token
+from dcformer.cache_size import cache_bytes_per_token
 from dcformer.configuration_dcformer import DCFormerConfig
 from dcformer.dcmha import PREFIX
 from dcformer.modeling_dcformer import DCFormerModel

@@ -1,4 +1,4 @@
-"""From hidden states to the weights of a composition (equations 5, 6 and 8), and how a cache stores the key-wise ones.
+"""The weights of a composition from hidden states (equations 5, 6 and 8), and how a cache stores the key-wise ones.
 
 Key-wise weights depend on the key alone, so decoding reads them from the cache. They are 2 rank + 1 numbers per key,
 query head and stage. `pack` appends those before the softmax to the key states, and those after it to the value states,
@@ -120,9 +120,8 @@ class DCFormerCompose(nn.Module):
             identity (`bool`, defaults to `False`): Start with w2, gates and static matrices of zero: nothing is
                 composed at first, but all parameters that are zero have a gradient.
 
-        Source: section 4 of the paper; its standard deviations keep the composition small. The authors' JAX code has
-        sqrt(2 / (hidden + heads)) * 0.005 for gates and a tenth of Xavier's deviation for static matrices, and their
-        torch code starts from zeros.
+        Source: section 4 of the paper, whose standard deviations keep the composition small. The authors' JAX code has
+        other ones for gates and static matrices, and their torch code starts from zeros.
         """
         heads = self.heads
         if self.hidden_weight is not None and self.low_rank_weight is not None:
@@ -170,9 +169,7 @@ class DCFormerCompose(nn.Module):
 
     def weights_of(self, factors: dict[int, Tensor]) -> tuple[ComposeWeights | None, ComposeWeights | None]:
         """The weights before and after the softmax, from factors (batch, heads, length, channels) by slot."""
-        sides: dict[int, ComposeSide] = {}
-        for slot, of_slot in factors.items():
-            sides[slot] = ComposeSide(factors=of_slot)
+        sides = {slot: ComposeSide(factors=each) for slot, each in factors.items()}
         stages: list[ComposeWeights | None] = [None, None]
         maps: Tensor | None = self.static_weight
         if maps is not None and not torch.is_grad_enabled():
@@ -212,8 +209,8 @@ def plain_factors(
     act_fn: Callable[[Tensor], Tensor], eps: float, hidden: Tensor | None, weight: Tensor | None, gates: Tensor | None
 ) -> Tensor:
     """
-    What [`Backend.factors`] returns, in torch's operators, from the products of the states with `hidden_weight` and
-    `gate_weight`, (batch, length, groups, slots, K or heads per group), and `low_rank_weight`.
+    Compute what [`Backend.factors`] returns, from the products of the states with `hidden_weight` and `gate_weight`,
+    (batch, length, groups, slots, K or heads per group), and `low_rank_weight`.
     """
     parts: list[Tensor] = []  # (group, slot, batch, length, channels, heads per group) each
     if hidden is not None and weight is not None:
@@ -238,19 +235,6 @@ def make_compose(config: Any, ranks: int = 1) -> DCFormerCompose | None:
     options |= {"query_wise": config.compose_query, "key_wise": config.compose_key}
     groups, heads = config.compose_groups // ranks, config.num_attention_heads // ranks
     return DCFormerCompose(config.hidden_size, heads, groups=groups, **options)
-
-
-def cache_bytes_per_token(config: DCFormerConfig, dtype: torch.dtype = torch.bfloat16) -> int:
-    """
-    Bytes that the cache stores per token, layer and sequence: keys, values and key-wise weights. A layer with a sliding
-    window caches at most `sliding_window` tokens.
-
-    Args:
-        config (`DCFormerConfig`): The model.
-        dtype (`torch.dtype`, defaults to `torch.bfloat16`): Type of the cached states.
-    """
-    rows = 2 * config.head_dim + sum(config.compose_cache_channels)
-    return config.num_key_value_heads * rows * dtype.itemsize
 
 
 def pack(states: Tensor, side: ComposeSide | None, width: int = 0) -> Tensor:

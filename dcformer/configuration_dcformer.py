@@ -35,6 +35,7 @@ def _preset(description: str, width: int, inner: int, layers: int, heads: int, *
 _JAX = {"norm_eps": 1e-05, "qk_norm_eps": 1e-05, "compose_activation": "gelu_pytorch_tanh"}
 _AS_JAX = "Table 3; epsilons and GELU as the authors' JAX code trains it"
 _LLAMA_TOKENS = {"vocab_size": 32000, "bos_token_id": 1, "eos_token_id": 2}
+_PYTHIA = {"model_type": "dcpythia"}
 # The published shapes by name: `model_type`, a `description` with its source, and the fields that are no defaults.
 PRESETS: dict[str, dict[str, Any]] = {
     "dcformer-405m": _preset(f"DCFormer++ 405M, {_AS_JAX}", 1024, 2816, 24, 16, **_JAX),
@@ -57,12 +58,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     "dcformer-13b": _preset("DCFormer++ 13B, Table 6: the shape of LLaMA 13B", 5120, 13824, 40, 40, **_LLAMA_TOKENS),
     "dcformer-33b": _preset("DCFormer++ 33B, Table 6: the shape of LLaMA 33B", 6656, 17920, 60, 52, **_LLAMA_TOKENS),
-    "dcpythia-2.8b": _preset(
-        "DCPythia-2.8B, Table 4; its weights were not published", 2560, 10240, 32, 32, model_type="dcpythia"
-    ),
-    "dcpythia-6.9b": _preset(
-        "DCPythia-6.9B, Table 4, as published on the Hub", 4096, 16384, 32, 32, model_type="dcpythia"
-    ),
+    "dcpythia-2.8b": _preset("DCPythia-2.8B, Table 4; its weights were not published", 2560, 10240, 32, 32, **_PYTHIA),
+    "dcpythia-6.9b": _preset("DCPythia-6.9B, Table 4, as published on the Hub", 4096, 16384, 32, 32, **_PYTHIA),
 }
 
 # What `validate_architecture` checks: smallest values, half-open ranges, choices, and what a field must divide.
@@ -124,10 +121,8 @@ class DCFormerConfig(PreTrainedConfig):
         max_position_embeddings (`int`, defaults to 2048): Longest sequence the model was trained on.
         position_embedding_type (`str`, defaults to `"rope"`): `"rope"`, or `"learned"` absolute positions (the
             GPT-3 style Transformer baseline of section 4.1).
-        rope_parameters (`dict`, *optional*): `rope_theta` (10000), `rope_type` ("default") and
-            `partial_rotary_factor` (1.0).
-        sliding_window (`int`, *optional*, defaults to 256): Keys that a sliding layer sees, the query's
-            position included; at least 2.
+        rope_parameters (`dict`, *optional*): `rope_theta` (10000), `rope_type` ("default"), `partial_rotary_factor`.
+        sliding_window (`int`, *optional*, defaults to 256): Keys that a sliding layer sees, with its own; 2 or more.
         layer_types (`list[str]`, *optional*): `"sliding_attention"` or `"full_attention"` per layer. None: alternating,
             sliding first; all full if `sliding_window` is None.
         attention_dropout (`float`, defaults to 0.0): Dropout on the composed attention weights.
@@ -142,8 +137,7 @@ class DCFormerConfig(PreTrainedConfig):
         compose_norm_eps (`float`, defaults to 1e-6): Epsilon of the RMS norm over heads of W_q1 and W_k1.
         compose_pre, compose_post (`bool`, default to `True`): Compose scores before, weights after the softmax.
         compose_query, compose_key (`bool`, default to `True`): Query-wise and key-wise branches.
-        compose_low_rank, compose_gate (`bool`, default to `True`): Low-rank projections (branches 2 and 4) and gates
-            (branches 3 and 5).
+        compose_low_rank, compose_gate (`bool`, default to `True`): Low-rank branches (2 and 4) and gates (3 and 5).
         compose_static (`bool`, defaults to `False`): Static projection (branch 1); alone it is Talking-Heads attention.
         compose_layers (`list[int]`, *optional*): Indices of the layers that compose their heads. None: all.
 
@@ -250,12 +244,12 @@ class DCFormerConfig(PreTrainedConfig):
 
     @property
     def composes_heads(self) -> bool:
-        """Whether any composition is on. If not, the model is plain multi-head attention."""
+        """True if any composition is on; else the model is plain multi-head attention."""
         dynamic = (self.compose_query or self.compose_key) and (self.compose_low_rank or self.compose_gate)
         return (self.compose_pre or self.compose_post) and (dynamic or self.compose_static)
 
     def composes_layer(self, layer_idx: int) -> bool:
-        """Whether the heads of one layer are composed."""
+        """True if the heads of one layer are composed."""
         return self.composes_heads and (self.compose_layers is None or layer_idx in self.compose_layers)
 
     @property
@@ -277,7 +271,7 @@ class DCFormerConfig(PreTrainedConfig):
 
     @property
     def per_layer_attributes(self) -> set[str]:
-        """What older versions of Transformers look up there; newer ones look up all of it."""
+        """The fields that older versions of Transformers look up in `per_layer_config`; newer ones look up all."""
         return {"head_dim"}
 
     def convert_rope_params_to_dict(self, **kwargs: Any) -> dict[str, Any]:
@@ -292,7 +286,7 @@ class DCFormerConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As the base class; also takes the authors' keys, and keeps the rotary parameters that it is not given."""
+        """Make a configuration of a file's values, the authors' keys too; keep rotary parameters that are not given."""
         values = _with_fields_for_authors_keys(cls, config_dict)
         if cls.__module__ == __name__ and not __name__.startswith("transformers_modules"):
             values["auto_map"] = {}  # no code: what lies beside the weights is replaced by this package
@@ -303,7 +297,7 @@ class DCFormerConfig(PreTrainedConfig):
         return super().from_dict(values, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """As the base class, without an `auto_map` that names no code."""
+        """Return all fields, without an `auto_map` that names no code."""
         return {key: value for key, value in super().to_dict().items() if (key, value) != ("auto_map", {})}
 
     @classmethod

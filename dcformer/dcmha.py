@@ -8,6 +8,7 @@ what surrounds attention in a layer. In a model, `attn_implementation="dcmha_NAM
 import functools
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -42,11 +43,11 @@ class Backend:
     device_type: str | None = None
 
     def why_not(self, inputs: AttentionInputs) -> str | None:
-        """Why it cannot compute a call, as the end of a sentence; None if it can."""
+        """Return why it cannot compute a call, as the end of a sentence that messages quote, or None if it can."""
         return None
 
     def why_not_automatic(self, inputs: AttentionInputs) -> str | None:
-        """Why it does not compute a call that names no implementation; None if it does."""
+        """Return why it does not take a call that names no backend, or None if it does."""
         return self.why_not(inputs)
 
     def attention(self, inputs: AttentionInputs) -> Tensor:
@@ -109,7 +110,10 @@ BACKENDS: dict[str, Backend] = {}
 
 
 def register_backend(backend: Backend) -> None:
-    """Add a backend, or replace the one of its name; the last one that was registered is tried first."""
+    """
+    Add a backend, or replace the one of its name. The last one that was registered is tried first. In a model,
+    `attn_implementation="dcmha_NAME"` selects it.
+    """
     BACKENDS.pop(backend.name, None)
     BACKENDS[backend.name] = backend
     attend = functools.partial(composed_attention_forward, implementation=backend.name)
@@ -124,24 +128,20 @@ def register_implementation(
     automatic: Callable[..., str | None] | None = None,
 ) -> None:
     """
-    Add a way to compute composed attention, or replace the one with this name. The last one that was registered is
-    tried first. In a model, `attn_implementation="dcmha_NAME"` selects it.
+    Add a backend made of functions, as [`register_backend`] adds one.
 
     Args:
         name (`str`): As `implementation=` takes it.
         forward (`Callable`): `forward(query, key, value, pre, post, *, scaling, mask, dropout, chunk_size)` returns the
-            output. Shapes are those of [`composed_attention`], already checked; `mask` is a [`Visibility`]; autocast
-            is off.
-        supports (`Callable`): `supports(query, key, value, pre, post, *, mask, dropout)` returns None if this can be
-            computed, else the reason why not, which messages quote.
-        automatic (`Callable`, *optional*): As `supports`, for calls that name no implementation. None: those never use
-            this one.
+            output. Shapes are checked already; `mask` is a [`Visibility`]; autocast is off.
+        supports (`Callable`): `supports(query, key, value, pre, post, *, mask, dropout)` is [`Backend.why_not`].
+        automatic (`Callable`, *optional*): As `supports`, for calls that name no backend; None: those never use it.
     """
     register_backend(_Functions(name, forward, supports, automatic))
 
 
 def implementations() -> dict[str, Backend]:
-    """All backends by name, in the order in which they were registered."""
+    """Return all backends by name, in the order in which they were registered."""
     return dict(BACKENDS)
 
 
@@ -156,26 +156,13 @@ def explain_choice(
         `list[tuple[str, str | None]]`: names with the reasons why they are not selected; None for the one that is.
     """
     inputs = _checked_inputs(query, key, value, pre, post, dropout=dropout, **mask)
-    tried: list[tuple[str, str | None]] = []
-    for backend in [BACKENDS["plain"]] if is_exporting() else reversed(BACKENDS.values()):
-        if backend.device_type is None:
-            continue
-        reason = backend.why_not_automatic(inputs)
-        if backend.device_type not in ("any", query.device.type):
-            reason = f"it is selected automatically on {backend.device_type} devices only"
-        tried.append((backend.name, reason))
-        if reason is None:
-            break
-    return tried
+    return [(backend.name, reason) for backend, reason in _tried_backends(inputs)]
 
 
 def choose_backend(inputs: AttentionInputs, name: str | None = None) -> Backend:
-    """The backend of this name, or else the first that computes such a call; ValueError if there is none."""
+    """Return the backend of this name, or else the first that takes the call; ValueError if the named one does not."""
     if name is None:
-        device_type = inputs.query.device.type
-        for backend in [BACKENDS["plain"]] if is_exporting() else reversed(BACKENDS.values()):
-            if backend.device_type in ("any", device_type) and backend.why_not_automatic(inputs) is None:
-                return backend
+        return _tried_backends(inputs)[-1][0]
     if name not in BACKENDS:
         raise ValueError(f"implementation must be one of {', '.join(BACKENDS)}, got {name!r}.")
     if (reason := BACKENDS[name].why_not(inputs)) is not None:
@@ -183,22 +170,34 @@ def choose_backend(inputs: AttentionInputs, name: str | None = None) -> Backend:
     return BACKENDS[name]
 
 
+def _tried_backends(inputs: AttentionInputs) -> list[tuple[Backend, str | None]]:
+    """Backends with the reason why they do not take the call, up to the one that does."""
+    tried: list[tuple[Backend, str | None]] = []
+    for backend in [BACKENDS["plain"]] if is_exporting() else reversed(BACKENDS.values()):
+        if backend.device_type in ("any", inputs.query.device.type):
+            tried.append((backend, backend.why_not_automatic(inputs)))
+            if tried[-1][1] is None:
+                break
+        elif backend.device_type is not None:
+            tried.append((backend, f"it is selected automatically on {backend.device_type} devices only"))
+    return tried
+
+
 @torch.compiler.assume_constant_result  # Dynamo before torch 2.14 takes any compilation for an export
 def is_exporting() -> bool:
-    """Whether torch.export or TorchScript makes a graph for another runtime, which has no operators but torch's."""
+    """True while torch.export or TorchScript makes a graph for another runtime, which has only torch's operators."""
     return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 def compute_fused(part: str, device: torch.device, *arguments: Any) -> Any:
     """
-    What a backend for this device computes at once: `projection`, `rotation` or `factors`, see [`Backend`]. None if the
-    layer computes it itself.
+    Have a backend for this device compute a part of a layer, `projection`, `rotation` or `factors` (see [`Backend`]).
+    None if the layer is to compute it itself.
     """
     for backend in [] if is_exporting() else reversed(BACKENDS.values()):
-        if backend.device_type == device.type:
-            result = getattr(backend, part)(*arguments)
-            if result is not None:
-                return result
+        result = getattr(backend, part)(*arguments) if backend.device_type == device.type else None
+        if result is not None:
+            return result
     return None
 
 
@@ -262,16 +261,12 @@ def composed_attention(
         output = query.new_zeros(*query.shape[:3], value.shape[3])
         return (output, query.new_zeros(*query.shape[:3], key.shape[2])) if return_weights else output
     device = query.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # it would compute compositions in 16 bits
-        with torch.autocast(device, enabled=False):
-            return _attend_with_maps(inputs, return_weights, observe) if wants_maps else backend.attention(inputs)
-    return _attend_with_maps(inputs, return_weights, observe) if wants_maps else backend.attention(inputs)
-
-
-def _attend_with_maps(inputs: AttentionInputs, return_weights: bool, observe: Observer | None) -> Any:
-    query = inputs.query
-    output, weights = attend_block(inputs, (0, query.shape[2], 0, inputs.key.shape[2]), observe)
-    return (output, weights.to(query.dtype)) if return_weights else output
+    autocasts = device != "meta" and torch.is_autocast_enabled(device)  # compositions would be computed in 16 bits
+    with torch.autocast(device, enabled=False) if autocasts else nullcontext():
+        if not wants_maps:
+            return backend.attention(inputs)
+        output, weights = attend_block(inputs, (0, query.shape[2], 0, key.shape[2]), observe)
+        return (output, weights.to(query.dtype)) if return_weights else output
 
 
 def composed_attention_forward(
@@ -282,13 +277,10 @@ def composed_attention_forward(
     attention_mask: Tensor | Visibility | None,
     scaling: float,
     dropout: float = 0.0,
-    pre: Weights = None,
-    post: Weights = None,
-    output_attentions: bool = False,
-    sliding_window: int | None = None,
+    *,
     is_causal: bool | None = None,
-    implementation: str | None = None,
-    observe: Observer | None = None,
+    sliding_window: int | None = None,
+    output_attentions: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """
@@ -301,21 +293,11 @@ def composed_attention_forward(
     is_dense = isinstance(attention_mask, Tensor) and attention_mask.dim() == 4
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    result = composed_attention(
-        query,
-        key,
-        value,
-        pre,
-        post,
-        scaling=scaling,
-        is_causal=is_causal and not is_dense,
-        sliding_window=None if is_dense else sliding_window,
-        attention_mask=attention_mask,
-        dropout=dropout,
-        implementation=implementation,
-        return_weights=output_attentions,
-        observe=observe,
-    )
+    mask: dict[str, Any] = {"attention_mask": attention_mask, "is_causal": is_causal and not is_dense}
+    mask["sliding_window"] = None if is_dense else sliding_window
+    options: dict[str, Any] = {name: kwargs[name] for name in ("implementation", "observe") if name in kwargs}
+    options.update(scaling=scaling, dropout=dropout, return_weights=output_attentions)
+    result = composed_attention(query, key, value, kwargs.get("pre"), kwargs.get("post"), **mask, **options)
     output, weights = result if output_attentions else (result, None)
     return output.transpose(1, 2).contiguous(), weights
 

@@ -81,7 +81,7 @@ class ComposingModel(PreTrainedModel):
     _heads_that_may_be_new: str | None = None
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """As the base class without composition; with it, only implementations that compose are accepted."""
+        """Return the implementation to use; with composition only those that compose are accepted."""
         if self.config.composes_heads:
             return checked_implementation(requested_attention or "eager")
         self._supports_sdpa = self._supports_flash_attn = self._supports_flex_attn = True
@@ -96,7 +96,7 @@ class ComposingModel(PreTrainedModel):
         **kwargs: Any,
     ) -> Any:
         """
-        As `PreTrainedModel.from_pretrained`; also loads checkpoints of the authors' torch code.
+        Load a model as `PreTrainedModel.from_pretrained` does; also from checkpoints of the authors' torch code.
 
         Args:
             output_loading_info (`bool`, defaults to `False`): Also return the loading info. Weights that the checkpoint
@@ -131,7 +131,7 @@ class ComposingModel(PreTrainedModel):
 
     def save_pretrained(self, *args: Any, save_original_format: bool = False, **kwargs: Any) -> None:
         """
-        As `PreTrainedModel.save_pretrained`, with this package's parameter names even if the authors' were loaded.
+        Save a model as `PreTrainedModel` does, with this package's parameter names even if the authors' were loaded.
 
         Args:
             save_original_format (`bool`, defaults to `False`): Write the authors' parameter names.

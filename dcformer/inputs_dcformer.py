@@ -13,7 +13,6 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.import_utils import is_tracing
 
 from .configuration_dcformer import DCFormerConfig
-from .dcmha import checked_implementation
 from .visibility_dcformer import Visibility, values_are_known
 
 
@@ -24,7 +23,7 @@ CACHE_NAME = next(n for n in ("cache", "past_key_values") if n in inspect.signat
 
 
 def takes_older_cache_name(forward: Callable) -> Callable:
-    """Also accept `past_key_values` for `cache`: with the warning of Transformers from 5.24, in silence before it."""
+    """Let `past_key_values` stand for `cache`: with the warning of Transformers from 5.24, in silence before it."""
     if CACHE_NAME == "cache":
         return deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(forward)
     silent = deprecate_kwarg("past_key_values", "5.0.0", new_name="cache")(forward)
@@ -68,24 +67,6 @@ def checked_labels(labels: Tensor, logits: Tensor, config: DCFormerConfig, ignor
     return torch.where(labels == ignore_index, labels, labels.clamp(0, config.vocab_size - 1))
 
 
-def check_inputs(
-    config: DCFormerConfig,
-    inputs_embeds: Tensor,
-    attention_mask: Any,
-    position_ids: Tensor | None,
-    cache: Any,
-    **kwargs: Any,
-) -> None:
-    """Raise ValueError for inputs that a model cannot take; arguments as those of [`DCFormerModel.forward`]."""
-    if config.composes_heads:  # Transformers does not ask the model about attention kernels from the Hub
-        checked_implementation(config._attn_implementation)
-    if position_ids is not None:
-        batch, length = inputs_embeds.shape[:2]
-        _check_positions(position_ids, (batch, length), attention_mask, cache is not None)
-    elif kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None:
-        raise ValueError("cu_seq_lens_q and seq_idx do not separate documents here; give position_ids that restart.")
-
-
 def make_masks(
     config: DCFormerConfig,
     layer_ids: list[int],
@@ -95,11 +76,8 @@ def make_masks(
     position_ids: Tensor | None,
 ) -> dict[str, Any]:
     """
-    The mask of every layer type: where heads are composed a [`Visibility`], which grows linearly with the length.
-
-    Args:
-        layer_ids (`list[int]`): Layers of this process: all, or those of its pipeline stage.
-        config, inputs_embeds, attention_mask, cache, position_ids: As in [`DCFormerModel.forward`].
+    Make the mask of every layer type, where heads are composed a [`Visibility`], which grows linearly with the length.
+    `layer_ids` are the layers of this process; the others are the arguments of [`DCFormerModel.forward`].
     """
     batch, length = inputs_embeds.shape[:2]
     # Static caches are made for compiled steps, which take tensors, and know their length only on the device.
@@ -130,13 +108,16 @@ def make_masks(
             is_bias = attention_mask.dtype.is_floating_point
             masks[layer_type] = (attention_mask if is_bias else attention_mask.bool())[..., key_offset:]
         elif config.composes_heads and not is_static:
+            padding = None if attention_mask is None else attention_mask[:, key_offset:]
+            if padding is not None and values_are_known(padding) and bool((padding != 0).all()):
+                padding = None  # it hides nothing
             masks[layer_type] = Visibility(
                 length,
                 key_length,
                 is_causal=getattr(config, "is_causal", True),
                 sliding_window=config.sliding_window if layer_type == "sliding_attention" else None,
                 query_offset=past_length - key_offset,
-                padding=_padding_of_keys(attention_mask, key_offset),
+                padding=padding,
                 sequence_ids=sequence_ids,
             )
         else:
@@ -153,7 +134,7 @@ def make_masks(
     return masks
 
 
-def _check_positions(position_ids: Tensor, shape: tuple[int, int], attention_mask: Any, has_cache: bool) -> None:
+def check_positions(position_ids: Tensor, shape: tuple[int, int], attention_mask: Any, has_cache: bool) -> None:
     """Raise ValueError unless every token has a position; warn once of packed documents that see each other."""
     if tuple(position_ids.shape) not in (shape, (1, shape[1])):
         raise ValueError(
@@ -193,11 +174,3 @@ def _check_mask(attention_mask: Tensor, batch: int, length: int, total: int, tok
             "attention_mask must be (batch, past + length) or (batch or 1, heads or 1, length, past + length) for a "
             f"batch of {batch}, {length} tokens and {total} of cache and input, got {tuple(attention_mask.shape)}."
         )
-
-
-def _padding_of_keys(attention_mask: Tensor | None, key_offset: int) -> Tensor | None:
-    """The part of a (batch, past + length) mask that covers the keys, or None if it hides nothing."""
-    if attention_mask is None:
-        return None
-    padding = attention_mask[:, key_offset:]
-    return None if values_are_known(padding) and bool((padding != 0).all()) else padding

@@ -1,4 +1,4 @@
-"""From a name to a model: a bundled one, a folder, or a name on the Hub, with its tokenizer, device and dtype."""
+"""Load a model by a name: a bundled one, a folder, or a name on the Hub, with its tokenizer, device and dtype."""
 
 import difflib
 import json
@@ -44,7 +44,7 @@ class FoundModel:
 
     @property
     def has_ids_without_embedding(self) -> bool:
-        """Whether the tokenizer has ids beyond the embedding, as that of the published checkpoints does."""
+        """True if the tokenizer has ids beyond the embedding, as that of the published checkpoints does."""
         return len(self.tokenizer) > self.config.get_text_config().vocab_size
 
     def load(
@@ -202,7 +202,7 @@ def refuse_without_model(path: str, file: str = "config.json") -> None:
 
 
 def looks_like_path(name: str | os.PathLike) -> bool:
-    """Whether this must be a path: names on the Hub have at most one slash and do not start with `/`, `.` or `~`."""
+    """True if this must be a path: names on the Hub have at most one slash and do not start with `/`, `.` or `~`."""
     return not isinstance(name, str) or name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).exists()
 
 
@@ -254,7 +254,7 @@ def fingerprint_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _is_tokenizer(file: Path) -> bool:
-    """Whether a JSON file is a `tokenizer.json`, whatever its name."""
+    """True if a JSON file is a `tokenizer.json`, whatever its name."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:

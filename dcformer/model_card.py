@@ -142,7 +142,7 @@ def users_card(folder: str | os.PathLike) -> bytes | None:
 
 
 def known_origin(source: str, name: str) -> dict[str, str]:
-    """If known, `licence` and `base_model` of a model `name` made from `source`, a folder or a name on the Hub."""
+    """The `licence` and `base_model`, if known, of a model `name` made from `source`, a folder or a name on the Hub."""
     if source and Path(source).is_dir():
         card = Path(source, CARD_FILE)
         data = ModelCard.load(card, ignore_metadata_errors=True).data if card.is_file() else ModelCardData()

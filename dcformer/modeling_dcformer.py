@@ -11,15 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import modeling_layers
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.modeling_layers import (
-    GenericForQuestionAnswering,
-    GenericForSequenceClassification,
-    GenericForTokenClassification,
-    GradientCheckpointingLayer,
-)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -30,15 +25,22 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .compose_dcformer import DCFormerCompose, make_compose, update_cache, widen_cache_rows
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
-from .dcmha import PREFIX, composed_attention_forward, compute_fused
+from .dcmha import PREFIX, checked_implementation, composed_attention_forward, compute_fused
 from .hub_dcformer import AUTHORS_BUFFERS, ComposingModel, register_model
-from .inputs_dcformer import CACHE_NAME, check_inputs, checked_ids, checked_labels, make_masks, takes_older_cache_name
+from .inputs_dcformer import (
+    CACHE_NAME,
+    check_positions,
+    checked_ids,
+    checked_labels,
+    make_masks,
+    takes_older_cache_name,
+)
 from .types_dcformer import ComposeWeights
 from .visibility_dcformer import Visibility
 
 
 class DCFormerRMSNorm(nn.RMSNorm):
-    """In the wider type of input and weight, which differ under autocast."""
+    """The RMS norm in the wider type of input and weight, which differ under autocast."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight: Tensor = self.weight
@@ -105,11 +107,6 @@ class DCFormerRotaryEmbedding(nn.Module):
         return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 
 
-def rotate_half(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
-
-
 def apply_rotary_pos_emb(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     Rotate the first channels of (batch, heads, length, channels), as many as (batch, 1, length, rotary size) of cos and
@@ -118,30 +115,8 @@ def apply_rotary_pos_emb(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if cos.shape[-1] < states.shape[-1]:
         rotary, rest = states[..., : cos.shape[-1]], states[..., cos.shape[-1] :]
         return torch.cat((apply_rotary_pos_emb(rotary, cos, sin), rest), dim=-1)
-    return (states * cos + rotate_half(states) * sin).to(states.dtype)
-
-
-def eager_attention_forward(
-    module: "DCFormerAttention",
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Unpack[TransformersKwargs],
-) -> tuple[Tensor, Tensor]:
-    """Plain multi-head attention, for models that compose nothing."""
-    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
-    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
-    scores = torch.matmul(query, key.transpose(2, 3)) * scaling  # (batch, heads, query, key)
-    if attention_mask is not None and attention_mask.dtype.is_floating_point:
-        scores = scores + attention_mask
-    elif attention_mask is not None:
-        scores = scores.masked_fill(~attention_mask.to(torch.bool), torch.finfo(scores.dtype).min)
-    weights = at_least_float32(scores).softmax(dim=-1).to(query.dtype)
-    weights = functional.dropout(weights, p=dropout, training=module.training)
-    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+    rotated, (first, second) = states * cos, states.chunk(2, dim=-1)
+    return (rotated + torch.cat((-second, first), dim=-1) * sin).to(states.dtype)
 
 
 # Attention maps of a layer, (batch, heads, query, key): scores are scaled but not masked, weights are masked.
@@ -149,12 +124,7 @@ ATTENTION_MAPS = ("scores", "composed_scores", "weights", "composed_weights")
 
 
 def hooked_attention_forward(
-    module: "DCFormerAttention",
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | Visibility | None,
-    **kwargs: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Attention that passes its maps through the modules of the layer that have their names, which run their hooks."""
     implementation = str(module.config._attn_implementation)
@@ -207,10 +177,9 @@ class DCFormerAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         implementation = self.config._attn_implementation
-        eager: Callable = composed_attention_forward if self.composes_heads else eager_attention_forward
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, composed_attention_forward)
         if self.has_observers():
-            attention_interface = hooked_attention_forward
+            interface = hooked_attention_forward
         # (batch, heads, length, channels) each
         query, key, value, pre, post = self.project(hidden_states, position_embeddings, implementation)
         if cache is not None and self.composes_heads:
@@ -219,7 +188,7 @@ class DCFormerAttention(nn.Module):
             key, value = cache.update(key, value, self.layer_idx)
         if self.composes_heads:
             kwargs.update(pre=pre, post=post)
-        output, weights = attention_interface(
+        output, weights = interface(
             self,
             query,
             key,
@@ -233,7 +202,7 @@ class DCFormerAttention(nn.Module):
         return self.o_proj(output.flatten(2)), weights  # (batch, length, hidden)
 
     def has_observers(self) -> bool:
-        """Whether somebody hooks or has replaced one of the modules that stand for the attention maps."""
+        """True if somebody hooks or has replaced one of the modules that stand for the attention maps."""
         for name in ATTENTION_MAPS:
             part: Any = self._modules.get(name)
             if not isinstance(part, nn.Identity) or part._forward_hooks or part._forward_pre_hooks:
@@ -307,7 +276,7 @@ class DCFormerMLP(nn.Module):
         return self.down_proj(inner)
 
 
-class DCFormerDecoderLayer(GradientCheckpointingLayer):
+class DCFormerDecoderLayer(modeling_layers.GradientCheckpointingLayer):
     def __init__(self, config: DCFormerConfig, layer_idx: int):
         super().__init__()
         self.parallel_residual = config.parallel_residual
@@ -323,11 +292,9 @@ class DCFormerDecoderLayer(GradientCheckpointingLayer):
         attention_mask: Tensor | Visibility | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Tensor:
+        states = self.input_layernorm(hidden_states)
         attended, _ = self.self_attn(
-            self.input_layernorm(hidden_states),
-            position_embeddings=position_embeddings,
-            attention_mask=attention_mask,
-            **kwargs,
+            states, position_embeddings=position_embeddings, attention_mask=attention_mask, **kwargs
         )
         after = hidden_states + attended
         return after + self.mlp(self.post_attention_layernorm(hidden_states if self.parallel_residual else after))
@@ -410,10 +377,14 @@ class DCFormerModel(DCFormerPreTrainedModel):
             cache = DynamicCache(config=self.config)
         if cache is not None:
             widen_cache_rows(cache, self.config)
-        check_inputs(self.config, inputs_embeds, attention_mask, position_ids, cache, **kwargs)
+        if self.config.composes_heads:  # Transformers does not ask the model about attention kernels from the Hub
+            checked_implementation(self.config._attn_implementation)
+        if position_ids is not None:
+            check_positions(position_ids, tuple(inputs_embeds.shape[:2]), attention_mask, cache is not None)
+        elif kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None:
+            raise ValueError("cu_seq_lens_q and seq_idx do not separate documents; give position_ids that restart.")
 
-        if self.config.composes_heads:  # else no layer knows the argument
-            kwargs["output_attentions"] = kwargs.get("output_attentions") or self.config.output_attentions
+        kwargs["output_attentions"] = kwargs.get("output_attentions") or self.config.output_attentions
         layer_ids = self.layers_here()
         if not isinstance(masks := attention_mask, dict):
             masks = make_masks(self.config, layer_ids, inputs_embeds, attention_mask, cache, position_ids)
@@ -425,16 +396,10 @@ class DCFormerModel(DCFormerPreTrainedModel):
         if self.embed_positions is not None and (input_ids is not None or 0 in layer_ids):
             hidden_states = hidden_states + self.embed_positions(position_ids)
         position_embeddings = None if self.rotary_emb is None else self.rotary_emb(hidden_states, position_ids)
+        kwargs |= {"position_embeddings": position_embeddings, "position_ids": position_ids, CACHE_NAME: cache}
         # Assisted generation with early exit lowers `num_hidden_layers` while it drafts.
         for layer, layer_type in zip(self.layers[: self.config.num_hidden_layers], self.config.layer_types):
-            hidden_states = layer(
-                hidden_states,
-                position_embeddings=position_embeddings,
-                attention_mask=masks[layer_type],
-                position_ids=position_ids,
-                **{CACHE_NAME: cache},
-                **kwargs,
-            )
+            hidden_states = layer(hidden_states, attention_mask=masks[layer_type], **kwargs)
         return BaseModelOutputWithPast(self.norm(hidden_states), cache)
 
     def layers_here(self) -> list[int]:
@@ -472,7 +437,7 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """
-        As [`DCFormerModel.forward`], and:
+        Compute logits, and with labels their loss; the other arguments are those of [`DCFormerModel.forward`].
 
         Args:
             labels (`Tensor`, *optional*): (batch, length), shifted inside; -100 is left out of the loss.
@@ -522,7 +487,7 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         return attention.num_key_value_heads, self.config.per_layer_config[0].head_dim
 
 
-class DCFormerForSequenceClassification(GenericForSequenceClassification, DCFormerPreTrainedModel):
+class DCFormerForSequenceClassification(modeling_layers.GenericForSequenceClassification, DCFormerPreTrainedModel):
     """The decoder with a linear classifier, without bias, on the last token of each row that is not padding."""
 
     def __init__(self, config: DCFormerConfig):
@@ -532,7 +497,7 @@ class DCFormerForSequenceClassification(GenericForSequenceClassification, DCForm
         self.post_init()
 
 
-class DCFormerForTokenClassification(GenericForTokenClassification, DCFormerPreTrainedModel):
+class DCFormerForTokenClassification(modeling_layers.GenericForTokenClassification, DCFormerPreTrainedModel):
     """The decoder with dropout (`config.classifier_dropout`, 0.1) and a linear classifier on every token."""
 
     def __init__(self, config: DCFormerConfig):
@@ -543,7 +508,7 @@ class DCFormerForTokenClassification(GenericForTokenClassification, DCFormerPreT
         self.post_init()
 
 
-class DCFormerForQuestionAnswering(GenericForQuestionAnswering, DCFormerPreTrainedModel):
+class DCFormerForQuestionAnswering(modeling_layers.GenericForQuestionAnswering, DCFormerPreTrainedModel):
     """The decoder with a linear layer that scores every token as the start and the end of the answer."""
 
     def __init__(self, config: DCFormerConfig):
@@ -553,50 +518,39 @@ class DCFormerForQuestionAnswering(GenericForQuestionAnswering, DCFormerPreTrain
 
 
 class DCPythiaModel(DCFormerModel):
-    """As [`DCFormerModel`], of the Pythia architecture (section 4.2 of the paper)."""
+    """The decoder of the Pythia architecture (section 4.2 of the paper)."""
 
     config: DCPythiaConfig
 
 
 class DCPythiaForCausalLM(DCFormerForCausalLM, GenerationMixin):
-    """As [`DCFormerForCausalLM`], of the Pythia architecture (section 4.2 of the paper)."""
+    """The language model of the Pythia architecture (section 4.2 of the paper)."""
 
     config: DCPythiaConfig
 
 
 class DCPythiaForSequenceClassification(DCFormerForSequenceClassification):
-    """As [`DCFormerForSequenceClassification`], of the Pythia architecture."""
+    """[`DCFormerForSequenceClassification`] on the Pythia architecture."""
 
     config: DCPythiaConfig
 
 
 class DCPythiaForTokenClassification(DCFormerForTokenClassification):
-    """As [`DCFormerForTokenClassification`], of the Pythia architecture."""
+    """[`DCFormerForTokenClassification`] on the Pythia architecture."""
 
     config: DCPythiaConfig
 
 
 class DCPythiaForQuestionAnswering(DCFormerForQuestionAnswering):
-    """As [`DCFormerForQuestionAnswering`], of the Pythia architecture."""
+    """[`DCFormerForQuestionAnswering`] on the Pythia architecture."""
 
     config: DCPythiaConfig
 
 
-__all__ = [
-    "DCFormerForCausalLM",
-    "DCFormerForQuestionAnswering",
-    "DCFormerForSequenceClassification",
-    "DCFormerForTokenClassification",
-    "DCFormerModel",
-    "DCFormerPreTrainedModel",
-    "DCPythiaForCausalLM",
-    "DCPythiaForQuestionAnswering",
-    "DCPythiaForSequenceClassification",
-    "DCPythiaForTokenClassification",
-    "DCPythiaModel",
-]
-
-MODELS = [globals()[name] for name in __all__ if not name.endswith("PreTrainedModel")]
+MODELS: list[Any] = [DCFormerModel, DCFormerForCausalLM, DCFormerForSequenceClassification]
+MODELS += [DCFormerForTokenClassification, DCFormerForQuestionAnswering, DCPythiaModel, DCPythiaForCausalLM]
+MODELS += [DCPythiaForSequenceClassification, DCPythiaForTokenClassification, DCPythiaForQuestionAnswering]
+__all__ = ["DCFormerPreTrainedModel", *(model.__name__ for model in MODELS)]
 
 if __name__.startswith("transformers_modules."):  # a copy of this file beside a checkpoint, which nobody else registers
     for _model in MODELS:

@@ -92,7 +92,7 @@ class DCViTConfig(ViTConfig):
     def get_config_dict(
         cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As the base class; the configuration of a ViT is read as by [`from_vit`]."""
+        """Read the values of a file; those of a ViT become a DCViT's, as by [`from_vit`]."""
         values, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         return _of_vit(values) if values.get("model_type") == ViTConfig.model_type else values, kwargs
 
@@ -178,7 +178,7 @@ class DCViTPreTrainedModel(ComposingModel, ViTPreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
-        """As the base class; also loads the checkpoint of a ViT, with a composition that starts as identity."""
+        """Load a model, also of the checkpoint of a ViT, with a composition that starts as identity."""
         wants_info = output_loading_info
         if pretrained_model_name_or_path is not None:
             where = {name: kwargs[name] for name in ("subfolder", "revision", "cache_dir", "token") if name in kwargs}
@@ -220,7 +220,7 @@ class DCViTModel(DCViTPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPooling:
         """
-        As `ViTModel.forward`, and:
+        Encode images; the other arguments are those of `ViTModel.forward`.
 
         Args:
             attention_mask (`Tensor`, *optional*): (batch, 1 + patches), 0 for hidden patches; or
@@ -269,7 +269,7 @@ class DCViTForImageClassification(DCViTPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> ImageClassifierOutput:
         """
-        As [`DCViTModel.forward`], and:
+        Compute logits; the other arguments are those of [`DCViTModel.forward`].
 
         Args:
             labels (`Tensor`, *optional*): (batch,) class ids; with `num_labels=1` regression targets, with

@@ -156,7 +156,7 @@ class DCMultiheadAttention(nn.Module):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """
-        As `nn.MultiheadAttention.forward`.
+        Attend, with the arguments of `nn.MultiheadAttention.forward`.
 
         Args:
             query, key, value (`Tensor`): (length, batch, channels), or (batch, length, channels) with `batch_first`, or
@@ -204,7 +204,7 @@ class DCMultiheadAttention(nn.Module):
         return output if self.batch_first else output.transpose(0, 1), weights
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Whether there is a batch; raise ValueError for sequences that do not fit together."""
+        """True if there is a batch; raise ValueError for sequences that do not fit together."""
         if query.is_nested or key.is_nested or value.is_nested:
             raise ValueError(
                 "Nested tensors are not supported; set use_nested_tensor of nn.TransformerEncoder to False."

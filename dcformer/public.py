@@ -1,6 +1,6 @@
 """The public names of the package, and the list of what importing it changes in other packages."""
 
-from .compose_dcformer import cache_bytes_per_token
+from .cache_size import cache_bytes_per_token
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from .dcmha import (
     Backend,

@@ -1,4 +1,4 @@
-"""What composed attention takes: the weights of a composition, and the arguments of one call."""
+"""The arguments of composed attention: the weights of a composition, and the arguments of one call."""
 
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
@@ -63,9 +63,6 @@ class ComposeSide:
     def gate(self) -> Tensor | None:
         """(batch, heads, length)."""
         return self.factors[..., -1] if int(self.factors.shape[-1]) % 2 else None
-
-    def __repr__(self) -> str:
-        return f"ComposeSide(factors={tuple(self.factors.shape)}, rank={self.rank}, gate={self.gate is not None})"
 
 
 class ComposeWeights(NamedTuple):

@@ -1,8 +1,18 @@
-"""Which key a query sees: the mask of composed attention, evaluated for one block of queries and keys at a time."""
+"""The rule which key a query sees, and the mask of composed attention, evaluated for one block at a time.
 
-import copy
+The query of row t is at the position p = t + offset of the keys, and sees the key s if all of these hold:
+
+- s <= p, if attention is causal;
+- p - s < window, and s - p < window, if there is a window;
+- the key is no padding, and a dense mask, if there is one, does not hide it;
+- the tokens p and s have the same number, if the sequence packs documents.
+
+The kernels have the rule too, and name this file: `kernels/triton/blocks.py`, `attention_decode.py` and
+`kernels/cpu/csrc/call.h`. Tests hold all of them to one table of cases.
+"""
+
 import functools
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +22,7 @@ from transformers.utils.import_utils import is_tracing
 
 
 def values_are_known(values: Any) -> bool:
-    """Whether Python can read the values and branch on them: not while a graph is traced, nor under `vmap`."""
+    """True if Python can read the values and branch on them: not while a graph is traced, nor under `vmap`."""
     if not isinstance(values, Tensor):
         return True
     functorch = torch._C._functorch
@@ -23,7 +33,7 @@ def values_are_known(values: Any) -> bool:
 
 
 def is_number(length: int) -> bool:
-    """Whether a length is a number, and not a symbol, or a tensor of TorchScript, in a graph for all lengths."""
+    """True if a length is a number, not a symbol, or a tensor of TorchScript, of a graph for all lengths."""
     return not isinstance(length, Tensor) and (not torch.compiler.is_compiling() or has_static_value(length))
 
 
@@ -85,15 +95,12 @@ class Visibility:
 
     def to(self, *args: Any, **kwargs: Any) -> "Visibility":
         """A copy with its tensors moved, as `Tensor.to`, for models spread over devices."""
-        moved = copy.copy(self)
-        for name in ("padding", "dense", "sequence_ids"):
-            tensor = getattr(self, name)
-            setattr(moved, name, None if tensor is None else tensor.to(*args, **kwargs))
-        return moved
+        tensors = {name: getattr(self, name) for name in ("padding", "dense", "sequence_ids")}
+        return replace(self, **{name: x.to(*args, **kwargs) for name, x in tensors.items() if x is not None})
 
     @property
     def lengths_are_known(self) -> bool:
-        """Whether lengths and offset are numbers, not symbols of a graph for all lengths."""
+        """True if lengths and offset are numbers, not symbols of a graph for all lengths."""
         return all(is_number(length) for length in (self.query_length, self.key_length, self.query_offset))
 
     def key_range(self, start: int, stop: int) -> tuple[int, int]:
@@ -119,7 +126,7 @@ class Visibility:
         return first, max(last, first + 1)
 
     def hidden(self, start: int, stop: int, first: int, last: int, device: torch.device | None = None) -> Tensor | None:
-        """Which of the keys first to last - 1 those queries cannot see, broadcasts to (batch, heads, query, key)."""
+        """Mask of keys first to last - 1 that those queries cannot see, broadcasts to (batch, heads, query, key)."""
         parts = self._hidden_by_band(start, stop, first, last, device)
         if self.dense is not None:
             parts.append(_hidden_by_dense(self.dense[:, :, start:stop, first:last]))
@@ -151,7 +158,7 @@ class Visibility:
         return parts
 
     def bias(self, start: int, stop: int, first: int, last: int) -> Tensor | None:
-        """What a floating point mask adds to this block's scores, (batch or 1, heads or 1, query, key), or None."""
+        """The floating point mask of a block of scores, (batch or 1, heads or 1, query, key), or None without one."""
         if self.dense is None or not self.dense.dtype.is_floating_point:
             return None
         block = self.dense[:, :, start:stop, first:last]

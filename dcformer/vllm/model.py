@@ -81,7 +81,8 @@ class DCFormerAttention(nn.Module):
         # From here on every token is a sequence: (tokens, heads, 1, head_dim).
         query, key, value = query.unsqueeze(2), key.unsqueeze(2), value.unsqueeze(2)
         if position_embeddings is not None:
-            query, key = (apply_rotary_pos_emb(states, *position_embeddings) for states in (query, key))
+            cos, sin = (each.unsqueeze(1) for each in position_embeddings)
+            query, key = (apply_rotary_pos_emb(states, cos, sin) for states in (query, key))
         if self.compose is None:
             output = self.attn(query.reshape(tokens, -1), key.reshape(tokens, -1), value.reshape(tokens, -1))
         else:

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
 from dcformer import DCFormerConfig
-from dcformer.compose_dcformer import cache_bytes_per_token, make_compose, pack, unpack
+from dcformer.cache_size import cache_bytes_per_token
+from dcformer.compose_dcformer import make_compose, pack, unpack
 from dcformer.dcmha import ComposeSide
 
 
