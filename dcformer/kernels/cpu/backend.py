@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,7 @@ _ACTIVATIONS = {GELUActivation: 0, GELUTanh: 1}
 
 # The structures of `csrc/call.h` and `csrc/factors.h`: numbers, then views of tensors, each of 7 numbers.
 _NO_VIEW = (0,) * 7
-_STAGES = [f"{stage}_{part}" for stage in ("pre", "post") for part in ("query", "key", "static")]
-_CALL_VIEWS = [
-    *("padding", "sequence_ids", "dense", "query", "key", "value", "output", "scores", "log_sums"),
-    *("output_gradient", "query_gradient", "key_gradient", "value_gradient"),
-    *(*_STAGES[:3], *(f"{name}_gradient" for name in _STAGES[:3])),
-    *(*_STAGES[3:], *(f"{name}_gradient" for name in _STAGES[3:])),
-]
-_CALL = struct.Struct(f"13q d {7 * len(_CALL_VIEWS)}q")
+_CALL = struct.Struct(f"13q d {7 * 25}q")
 _PROJECTION = struct.Struct(f"12q 3d {7 * 12}q")
 
 
@@ -93,17 +87,20 @@ class CPUBackend(Backend):
         if cosine is not None and cosine.dtype != torch.float32:
             return None
         # The look-up of attributes takes ten times as long.
-        parameters, slots = compose._parameters, compose.slots
+        parameters, slots, eps = compose._parameters, compose.slots, [compose.norm_eps]
         hidden, gate = parameters.get("hidden_weight"), parameters.get("gate_weight")
         weights = [hidden, parameters.get("low_rank_weight"), gate]
         weights += [linear._parameters["weight"], linear._parameters["bias"]]
-        eps = [compose.norm_eps]
         for norm in (query_norm, key_norm):
             weights.append(None if norm is None else norm._parameters["weight"])
             eps.append(0.0 if norm is None else norm.eps)
-        for tensor in (hidden_states, *weights):
-            is_known = tensor is None or (type(tensor) in (Tensor, nn.Parameter) and tensor.dtype in _TYPES)
-            if not is_known or not (tensor is None or tensor.is_contiguous()):
+        views: list[int] = []
+        for tensor in (*weights, hidden_states):
+            if tensor is None:
+                views += _NO_VIEW
+            elif type(tensor) in (Tensor, nn.Parameter) and tensor.dtype in _TYPES and tensor.is_contiguous():
+                views += (tensor.data_ptr(), _TYPES[tensor.dtype], 0, 0, 0, 0, 0)
+            else:
                 return None
         if hidden is gate is None:
             return None
@@ -111,7 +108,7 @@ class CPUBackend(Backend):
         factors = hidden_states.new_empty(len(slots), batch, length, compose.groups * compose.heads, channels)
         factors = factors.transpose(2, 3)  # (slots, batch, heads, length, channels)
         projected = hidden_states.new_empty(batch, length, linear.out_features)
-        views = _views(hidden_states, *weights[:3], factors[0], *weights[3:], cosine, sine, projected)
+        views[-len(_NO_VIEW) :] = _views(hidden_states, factors[0], cosine, sine, projected)
         branches = sum(map((1).__lshift__, slots))
         numbers = batch, length, compose.groups, compose.heads, activation, branches, factors.stride(0)
         heads = layer.head_dim, layer.num_heads, layer.num_key_value_heads
@@ -129,8 +126,8 @@ def _forward(given: Call, log_sums: Tensor | None = None) -> tuple[Tensor, Any]:
     if log_sums is None and call.query.shape[2] > FEW_TOKENS and in_16_bits and has_bfloat16_products():
         _forward_in_bfloat16(call, output)
     else:
-        _run_attention("dcformer_forward", call, output=output, log_sums=log_sums)
-    return output.to(given.query.dtype), log_sums
+        _run_attention("dcformer_forward", call, None, output, None, log_sums)
+    return output if output.dtype == given.query.dtype else output.to(given.query.dtype), log_sums
 
 
 def _forward_in_bfloat16(call: Call, output: Tensor) -> None:
@@ -149,7 +146,7 @@ def _forward_in_bfloat16(call: Call, output: Tensor) -> None:
         keys, values = (states[:, :, first:last].flatten(0, 1) for states in (key, value))
         scores = torch.bmm(rows, keys.mT)  # (batch x key/value heads, heads that share one x query, key)
         composed = scores.view(batch, heads, stop - start, last - first)  # in place
-        _run_attention("dcformer_forward", call, (start, stop, first, last), scores=composed)
+        _run_attention("dcformer_forward", call, (start, stop, first, last), None, composed, None)
         output[:, :, start:stop] = torch.bmm(scores, values).view(batch, heads, stop - start, -1)
 
 
@@ -162,8 +159,7 @@ def _backward(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
     call = _readable_call(given)
     gradients = given.new_gradients("")  # all in float32
     output_gradient = channels_last(_readable(output_gradient))  # alive until the code has read it
-    tensors = {f"{name}_gradient": gradient for name, gradient in zip(call._fields, gradients)}
-    _run_attention("dcformer_backward", call, output_gradient=output_gradient, log_sums=log_sums, **tensors)
+    _run_attention("dcformer_backward", call, None, None, None, log_sums, gradients=(output_gradient, *gradients))
     return [gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, given) if gradient is not None]
 
 
@@ -210,15 +206,23 @@ def _views(*tensors: Tensor | None) -> list[int]:
 
 
 def _run_attention(
-    function: str, call: Call, block: tuple[int, int, int, int] | None = None, **tensors: Tensor | None
+    function: str,
+    call: Call,
+    block: tuple[int, int, int, int] | None = None,
+    *results: Tensor | None,
+    gradients: Sequence[Tensor | None] = (None,) * (1 + DIFFERENTIABLE),
 ) -> None:
-    """Call a function that takes a call, of some queries and keys only if `scores` are given, and further tensors."""
-    query, key = call.query, call.key
-    given = {**call._asdict(), **tensors}
-    given["dense"] = None if call.dense is None else call.dense.expand(*query.shape[:2], -1, -1)
+    """
+    Call a function that takes a call: `results` are the output, the scores and the `log_sums`, `gradients` those of the
+    output and of the call's first tensors. With scores only the queries and keys of a block are computed.
+    """
+    query, key, dense = call.query, call.key, call.dense
+    if dense is not None:
+        dense = dense.expand(*query.shape[:2], -1, -1)
     values: list[Any] = [*query.shape[:2], key.shape[1], call.groups, call.is_causal, call.sliding_window or 0]
     values += [call.query_offset, *(block or (0, query.shape[2], 0, key.shape[2])), call.scaling]
-    _run(function, _CALL, *values, *_views(*map(given.get, _CALL_VIEWS)))
+    states = (call.padding, call.sequence_ids, dense, *call[:3], *results, *gradients[:4])
+    _run(function, _CALL, *values, *_views(*states, *call[3:6], *gradients[4:7], *call[6:9], *gradients[7:]))
 
 
 def _run(function: str, structure: struct.Struct, *values: Any) -> None:

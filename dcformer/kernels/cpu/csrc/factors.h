@@ -13,13 +13,13 @@ struct Projection {
     int64_t branches, stride;                  // bits of which of the weights' 4; distance between their factors
     int64_t head_dim, query_heads, key_heads;  // those of the values come last, and are not normalised or rotated
     double norm_eps, query_eps, key_eps;
-    View states;                // (batch, -, position, channel), channels contiguous
     View hidden_weight;         // (hidden, groups, 4, inner), contiguous; inner = 2 rank x heads
     View low_rank_weight;       // (groups, 4, inner, 2 rank, heads), contiguous
     View gate_weight;           // (hidden, groups, 4 x heads), contiguous; or nothing
-    View factors;               // (batch, all heads, position, 2 rank + gate) of the first branch
     View weight, bias;          // (rows, hidden), contiguous; no bias, or (rows)
     View query_norm, key_norm;  // (head_dim), or nothing
+    View states;                // (batch, -, position, channel), channels contiguous
+    View factors;               // (batch, all heads, position, 2 rank + gate) of the first branch
     View cosine, sine;          // float32 (batch, -, position, rotary channel), or nothing
     View projected;             // (batch, -, position, row)
 };
