@@ -204,7 +204,8 @@ inline void restrict_row(const Call& call, int64_t b, int64_t query, int64_t fir
     }
 }
 
-// Of `queries` from `start` on and the tile of keys from `first` on. Only where the answer is SOME, `added` holds what
+// The rule which key a query sees, as visibility_dcformer.py states it: of `queries` from `start` on and the tile of
+// keys from `first` on. Only where the answer is SOME, `added` holds what
 // is added to the scores, [query][TILE]: HIDDEN where the query does not see the key.
 inline Visible visible_keys(const Call& call, int64_t b, int64_t start, int64_t queries, int64_t first, float* added) {
     const int64_t keys = least(TILE, call.last_key - first), low = start + call.query_offset, high = low + queries - 1;
