@@ -3,16 +3,17 @@
 import contextlib
 import functools
 
+import numpy as np
 import pytest
 import torch
-from golden_runs import JAX_RUNS
+from golden_runs import JAX_RUNS, TORCH_RUNS, convert_jax
 from golden_runs import TOLERANCE as GOLDEN_TOLERANCE
 from operator_inputs import CASES, DEVICE, Case, make_inputs
 from reference import as_visibility
-from test_golden import load_jax, load_torch
 from tiny_models import random_tokens, tiny_model
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
 
 from dcformer import ComposeWeights, Visibility, composed_attention
 from dcformer.dcmha import AttentionInputs, plain_attention
@@ -174,11 +175,15 @@ def test_transforms_of_functions_are_refused():
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["A6", "B2_dcpythia"])
-def test_golden_logits_of_the_authors(name, golden):
-    load = load_jax if name in JAX_RUNS else load_torch
-    model, tokens, expected = load(golden, name)
+def test_golden_logits_of_the_authors(name, golden, tmp_path):
+    folder, field = golden / ("A_jax" if name in JAX_RUNS else "B_torch") / name, TORCH_RUNS.get(name, "logits")
+    if name in JAX_RUNS:
+        convert_jax(golden, name, tmp_path / "converted")
+    source = tmp_path / "converted" if name in JAX_RUNS else folder
+    model, arrays = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), np.load(folder / "io.npz")
     model.to(DEVICE).set_attn_implementation("dcmha_triton")
-    assert_close(model(tokens[:1].to(DEVICE)).logits.cpu(), expected[:1], atol=GOLDEN_TOLERANCE, rtol=0)
+    tokens, expected = torch.from_numpy(arrays["tokens"][:1]).long(), torch.from_numpy(arrays[field][:1])
+    assert_close(model(tokens.to(DEVICE)).logits.cpu(), expected, atol=GOLDEN_TOLERANCE, rtol=0)
 
 
 @torch.no_grad()

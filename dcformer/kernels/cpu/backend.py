@@ -71,7 +71,7 @@ class CPUBackend(Backend):
         return _forward(call)[0]
 
     def projection(self, layer: Any, hidden_states: Tensor, position_embeddings: Any) -> tuple[Tensor, Tensor] | None:
-        """As [`Backend.projection`], for a few tokens; their weights are read once."""
+        """Project a few tokens, whose weights are read once."""
         (batch, length, _), compose, linear = hidden_states.shape, layer.compose, layer.qkv_proj
         if torch.is_grad_enabled() or not 0 < batch * length <= FEW_TOKENS or torch.is_autocast_enabled("cpu"):
             return None
@@ -131,7 +131,7 @@ def _forward(given: Call, log_sums: Tensor | None = None) -> tuple[Tensor, Any]:
 
 
 def _forward_in_bfloat16(call: Call, output: Tensor) -> None:
-    """Where the CPU has products in bfloat16, torch makes both of them and the code composes between them."""
+    """Write the output, on a CPU with products in bfloat16: torch makes both, and the code composes between them."""
     query, key, value = call[:3]
     (batch, heads, queries, channels), key_heads = query.shape, key.shape[1]
     # A power of two scales exactly; the rest follows in float32.
@@ -155,8 +155,8 @@ def _forward_for_gradients(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]
 
 
 def _backward(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
-    given, log_sums = Call(*arguments[:-1]), arguments[-1]
-    call = _readable_call(given)
+    given: Any = Call(*arguments[:-1])
+    call, log_sums = _readable_call(given), arguments[-1]
     gradients = given.new_gradients("")  # all in float32
     output_gradient = channels_last(_readable(output_gradient))  # alive until the code has read it
     _run_attention("dcformer_backward", call, None, None, None, log_sums, gradients=(output_gradient, *gradients))
@@ -170,16 +170,18 @@ attention_op = register_op(
 
 
 def _readable_call(call: Call) -> Call:
-    """The same in types and strides that the C++ code knows; as a rule nothing is copied."""
+    """The call in types and strides that the C++ code knows; as a rule nothing is copied."""
+    fields: Any = call
     readable: list[Any] = []
-    for number, tensor in enumerate(call[:DIFFERENTIABLE]):
+    for number, tensor in enumerate(fields[:DIFFERENTIABLE]):
         if tensor is not None and (tensor.dtype not in _TYPES or tensor.dim() == 3):
             tensor = _readable(tensor)
         if number < 3 and tensor.stride(3) != 1:
             tensor = channels_last(tensor)
         readable.append(tensor)
     dense = call.dense if call.dense is None or call.dense.dtype == torch.float32 else readable_mask(call.dense)
-    return Call(*readable, *call[DIFFERENTIABLE:11], dense, *call[TENSORS:])
+    rest: Any = (*fields[DIFFERENTIABLE : TENSORS - 1], dense, *fields[TENSORS:])
+    return Call(*readable, *rest)
 
 
 def _readable(tensor: Tensor) -> Tensor:
@@ -278,5 +280,5 @@ def _instruction_set() -> str | None:
 
 @functools.cache
 def has_bfloat16_products() -> bool:
-    """Whether this CPU multiplies in bfloat16, which others do by way of float32, many times slower."""
+    """True if this CPU multiplies in bfloat16, which others do by way of float32, many times slower."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -24,7 +24,7 @@ INSTRUCTION_SETS = {
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Those that machines of this kind may have."""
+    """Names of the instruction sets that machines of this kind may have."""
     known = {"x86_64": ("avx512", "avx2"), "amd64": ("avx512", "avx2"), "aarch64": ("neon",), "arm64": ("neon",)}
     return known.get(platform.machine().lower(), ())
 
@@ -36,7 +36,7 @@ def find_library(instruction_set: str, folder: Path) -> Path | None:
 
 
 def _stem(instruction_set: str) -> str:
-    """How the file name begins of every library that these sources make."""
+    """The beginning of the file name of every library that these sources make."""
     sources = [path.read_bytes() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".h")]
     return f"dcformer-{instruction_set}-{_digest(repr((FLAGS, INSTRUCTION_SETS[instruction_set])).encode(), *sources)}"
 
