@@ -64,7 +64,7 @@ class Operands(NamedTuple):
         return tensors
 
     def leaves(self, with_gradients: bool = True, dtype: torch.dtype | None = None) -> Operands:
-        """The same numbers, laid out alike, that may require gradients; in another dtype if one is given."""
+        """Copy the operands, laid out alike, as leaves that may require gradients, in another dtype if one is given."""
 
         def leaf(tensor: Tensor, _: str = "") -> Tensor:
             return tensor.detach().to(dtype or tensor.dtype).requires_grad_(with_gradients)
@@ -213,7 +213,7 @@ def _sdpa(of: Operands, window: int | None) -> Call:
 
 
 def _authors(of: Operands, window: int | None) -> Call:
-    """Factors are converted in the call, which is less than 1 % of the time."""
+    """The authors' attention; its call also converts the factors, which is less than 1 % of the time."""
     return lambda: authors.attend_in_chunks(*of[:3], authors.Factors.of(of.pre, of.post), window)
 
 
@@ -235,7 +235,7 @@ class Shape(NamedTuple):
 
 
 def shapes(run: Run) -> list[Shape]:
-    """The most important first: on a GPU those of the published 6.9B and 2.8B models; or tiny ones."""
+    """Shapes to compare, the most important first: on a GPU those of the 6.9B and 2.8B models, else tiny ones."""
     if run.is_quick:
         return [Shape(4, 16, 48), Shape(4, 16, 48, 16)]
     if run.device.type == "cpu":

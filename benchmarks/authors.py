@@ -43,7 +43,7 @@ class Factors(NamedTuple):
         return cls(joined("w1"), joined("w2"), joined("gate"))
 
     def at(self, stage: int, start: int, first: int, stop: int) -> tuple[tuple[Tensor, ...], ...]:
-        """w1, w2, gate without c and p: query-wise of positions start..stop, and key-wise of first..stop."""
+        """The factors w1, w2 and gate of a stage: query-wise of positions start..stop, key-wise of first..stop."""
         return tuple(tuple(t[:, begin:stop, stage, p] for t in self) for p, begin in enumerate((start, first)))
 
 
@@ -81,7 +81,7 @@ def compose_chunk(attention: Tensor, query_wise: tuple, key_wise: tuple) -> Tens
 
 
 class Cache(list):
-    """Of every layer: keys, values (b, heads, slots, head_dim) and maps (b, slots, c, m, n)."""
+    """Cached keys and values (b, heads, slots, head_dim) and maps (b, slots, c, m, n), an item per layer."""
 
     length = 0  # tokens that it has seen
 

@@ -38,7 +38,7 @@ NAMES = DCFORMER, PLAIN, "Llama", "GPT-NeoX", AUTHORS
 
 
 class Text(NamedTuple):
-    """What is read, a prompt and steps after it, and the shape of the models that read it."""
+    """A text of a prompt and steps after it, and the shape of the models that read it."""
 
     prompt: int
     steps: int
@@ -119,12 +119,12 @@ def new_cache(model: Any, text: Text) -> Any:
 
 
 def prefill_case(model: Any, text: Text) -> Case:
-    """A prompt into an empty cache."""
+    """A case that reads a prompt into an empty cache."""
     return Case(partial(read, model, text.tokens(text.prompt)), prepare=partial(new_cache, model, text))
 
 
 def decode_case(model: Any, text: Text) -> Case:
-    """One step after another over given tokens, each sample with a copy of a cache that holds the prompt."""
+    """A case that decodes given tokens one by one, each sample with a copy of a cache that holds the prompt."""
     token_ids, filled = text.tokens(text.prompt + text.steps), new_cache(model, text)
     read(model, token_ids[:, : text.prompt], filled)
 

@@ -1,4 +1,4 @@
-"""The time of each Triton kernel on a GPU, and of those that compose with other tiles: what decides `plan.TILES`.
+"""The time of each Triton kernel on a GPU, and of those that compose with other tiles: what decides `layout.TILES`.
 
 Output and gradients of a shorter text in bfloat16 are checked against plain PyTorch in float32; decoding is checked by
 `benchmarks.models`. A kernel's time is the median between two events, with the launches queued behind a sleep of the
@@ -33,7 +33,7 @@ from .measure import Benchmark, Entry, Run, relative_error, run_command
 
 
 class Setting(NamedTuple):
-    """As in `plan.TILES`, and `plan.COMPOSE_M`."""
+    """A choice of tiles for the kernels that compose, with the defaults of `layout.TILES` and `layout.COMPOSE_M`."""
 
     scores: int = 2048
     keys: int = 64
@@ -66,7 +66,7 @@ def calls(of: Operands, window: int | None) -> list[Callable[[], Any]]:
 
 
 def largest_error(shape: Shape, device: torch.device) -> float:
-    """Of output and gradients, relative to those of PyTorch in float32."""
+    """The largest error of output and gradients, relative to those of PyTorch in float32."""
     of = prompt_operands(*shape[:2], 320 if device.type == "cuda" else 40, device, number_type(device)).leaves()
     upstream, results = torch.randn_like(of.query), []
     for operands, name in ((of, "triton"), (of.leaves(dtype=torch.float32), "plain")):
@@ -122,7 +122,7 @@ def kernel_times(call: Callable[[], Any], device: torch.device, repeats: int = 5
 
 @contextmanager
 def applied(setting: Setting) -> Iterator[None]:
-    """Kernels that compose take these tiles."""
+    """Within the block, kernels that compose take the tiles of a setting."""
     before = plan.TILES["hopper"], plan.COMPOSE_M, plan.is_hopper
     plan.TILES["hopper"], plan.COMPOSE_M, plan.is_hopper = setting[:4], setting.rows, lambda _: True
     try:
@@ -132,7 +132,7 @@ def applied(setting: Setting) -> Iterator[None]:
 
 
 def compare(run: Run, case: tuple[Shape, Setting | None]) -> None:
-    """Both passes, by kernel: microseconds of its launches together; with the usual tiles or others."""
+    """Time both passes, by kernel: microseconds of its launches together, with the usual tiles or others."""
     shape, setting = case
     scores = shape.batch * shape.heads * visible_pairs(shape.length, shape.window)
     errors: list[float] = []

@@ -263,7 +263,7 @@ class Run:
             self.write(self.json)
 
     def _seconds(self, row: Row) -> float:
-        """The median; on a CPU, which has other work too, the shortest time."""
+        """The time of a call: the median of the samples, or on a CPU, which has other work too, the shortest."""
         return row.timing.minimum if self.device.type == "cpu" else row.timing.median
 
     def write(self, path: Path) -> None:

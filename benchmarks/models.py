@@ -48,7 +48,7 @@ Setting = tuple[str, str, int, int, slice]
 
 
 def settings(run: Run, kind: str) -> list[Setting]:
-    """The most important first: of all settings, the first two families come before the others."""
+    """Settings to time, the most important first: in all of them, the first two families come before the others."""
     shapes = ["tiny"] if run.is_quick else ["dcformer-6.9b", "dcformer-2.8b"]
     full = [(1, 1024), (16, 1024), (1, 4096), (64, 1024)] if kind == "decode" else [(2, 2048)]
     sizes, parts = [(1, 24 if kind == "decode" else 48)] if run.is_quick else full, (slice(2), slice(2, None))

@@ -66,7 +66,7 @@ def _finish(run: Run, sweep: SweepRecipe, measure: Measure | None) -> None:
 
 
 def _measured(folder: Path, recipe: Recipe, measure: Measure) -> Any:
-    """What was measured of the finished run in a folder, or is now."""
+    """The measurements of the finished run in a folder, made now unless they are there."""
     file = folder / "test.json"
     if not file.is_file():
         file.write_text(json.dumps(measure(recipe, folder / "final")), encoding="utf-8")
@@ -134,7 +134,7 @@ def record(recipe: Recipe, results_file: Path, measure: Measure | None = None) -
 
 
 def recorded(results_file: Path) -> dict[str, Any]:
-    """What a file of results holds; where there is none, no runs."""
+    """The content of a file of results; without the file, no runs."""
     return json.loads(results_file.read_text(encoding="utf-8")) if results_file.is_file() else {"runs": []}
 
 

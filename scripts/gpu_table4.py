@@ -70,7 +70,7 @@ TINY = {
 
 
 class Inputs(NamedTuple):
-    """What a cell scores."""
+    """The inputs that a cell scores."""
 
     task: str
     num_fewshot: int
@@ -78,7 +78,7 @@ class Inputs(NamedTuple):
 
 
 class TimeIsUp(Exception):
-    """Stops the computation."""
+    """An exception that stops the computation when the time is up."""
 
 
 class Timed:
@@ -94,11 +94,11 @@ class Timed:
 
 
 class Package(Timed, DCFormerLM):
-    """What `dcformer eval` scores with."""
+    """The class that `dcformer eval` scores with, timed."""
 
 
 class Harness(Timed, HFLM):
-    """What `lm_eval run --model hf` scores with."""
+    """The class that `lm_eval run --model hf` scores with, timed."""
 
     def tok_encode(self, *given: Any, **options: Any) -> list[int]:
         # Ids without an embedding row are read as the last row, as by the package.
@@ -369,7 +369,7 @@ def _key(cell: dict) -> tuple:
 
 
 def _error(ours: dict, theirs: dict) -> float:
-    """The norm of the difference of all log-likelihoods over that of theirs."""
+    """The norm of the difference of all log-likelihoods of two cells over that of the second."""
     one, other = (
         torch.tensor([*itertools.chain(*cell["log_likelihoods"])], dtype=torch.float64) for cell in (ours, theirs)
     )
@@ -401,7 +401,7 @@ def show(session: Session) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 1 if scores differ by more than rounding."""
+    """Run the command, and return the exit status: 1 if scores differ by more than rounding."""
     parser = argparse.ArgumentParser(
         prog="gpu_table4", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -83,7 +83,7 @@ def branch_shares(
     model: Any, inputs: Any, layers: int | Sequence[int] | None = None, tokenizer: Any = None
 ) -> DataFrame:
     """
-    How much each branch adds to the composed scores and weights of each head.
+    Compute how much each branch adds to the composed scores and weights of each head.
 
     The share of a branch is the sum of the absolute values of its term of equation 7, over all queries and the keys
     that they see, divided by the same sum for all terms: Figures 7 and 8 of the paper, over a corpus.
@@ -223,7 +223,7 @@ def what_matters(
 
 
 def _losses(model: Any, forwards: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
-    """For every forward pass, the sum of the losses in nats, and the number of predicted tokens."""
+    """Sums of the losses in nats and numbers of predicted tokens, an item for every forward pass."""
     losses, tokens = [], []
     for arguments in forwards:
         if "input_ids" not in arguments:

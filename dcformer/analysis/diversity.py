@@ -1,4 +1,4 @@
-"""How different the heads of a layer are: in their projections, as in Figure 5 of the paper, and in their attention."""
+"""The diversity of a layer's heads: of their projections, as in Figure 5 of the paper, and of their attention."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def matrix(linear: nn.Module, width: int) -> Tensor:
 
 def effective_heads(maps: Tensor) -> Tensor:
     """
-    How many different heads there are for each query: 1 if all attend alike, the number of heads if no two attend to
-    the same key.
+    Count the different heads for each query: 1 if all attend alike, the number of heads if no two attend to the same
+    key.
 
     It is the exponential of the entropy of the eigenvalues of the heads' cosine similarities, divided by their number.
     Composed weights are signed and need not sum to one, so they are no distributions; a cosine takes them, and does not

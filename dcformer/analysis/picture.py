@@ -63,7 +63,7 @@ def heat_map(
 
 
 def signed_colours() -> Colormap:
-    """The same colours for matplotlib, with grey for NaN; use them with vmin = -vmax."""
+    """The colours of heat maps for matplotlib, with grey for NaN; use them with vmin = -vmax."""
     from matplotlib.colors import LinearSegmentedColormap
 
     return LinearSegmentedColormap.from_list("signed", (NEGATIVE, "white", POSITIVE)).with_extremes(bad="0.9")

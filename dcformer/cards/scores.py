@@ -250,7 +250,7 @@ def _with_section(text: str, section: str) -> str:
 
 
 def _write_entries(folder: Path, scores: Sequence[Score]) -> list[Path]:
-    """A file for every task, number of examples and origin."""
+    """Write a file for every task, number of examples and origin of scores."""
     groups: dict[Path, list[Score]] = {}
     for score in scores:
         if source_of(score.task).address is None:  # else the Hub has no leaderboard of it

@@ -98,7 +98,7 @@ def convert_torch(
 
 
 def _numbers(text: str) -> list[int]:
-    """0,2-5 as 0, 2, 3, 4, 5; for anything else ValueError, which typer turns into a sentence."""
+    """Read 0,2-5 as 0, 2, 3, 4, 5; for anything else ValueError, which typer turns into a sentence."""
     ends = [part.partition("-") for part in text.split(",")]
     return [number for first, _, last in ends for number in range(int(first), int(last or first) + 1)]
 

@@ -1,4 +1,4 @@
-"""How commands run and print: models registered, errors in one line, other libraries silent."""
+"""The frame in which commands run and print: models registered, errors in one line, other libraries silent."""
 
 import contextlib
 import functools

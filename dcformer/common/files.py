@@ -32,7 +32,7 @@ def file_lock(path: str | os.PathLike) -> Iterator[None]:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether a path is there and no file, as a device or a pipe, or is an open file of a process, as /dev/stdout."""
+    """True if a path is there but no file, as a device or a pipe, or is an open file of a process, as /dev/stdout."""
     if path.is_symlink() and path.exists():
         return path.parent.resolve().match("/proc/*/fd") or is_stream(path.parent / path.readlink())
     return path.exists() and not path.is_file()
@@ -99,7 +99,7 @@ def make_manifest(folder: Path, paths: Iterable[Path] | None = None) -> Manifest
 def find_damage(
     folder: Path, manifest: Mapping[str, Any], advance: Callable[[int], object] = lambda nbytes: None
 ) -> str | None:
-    """What is wrong with the first file that differs from the manifest, as a sentence; None if none does."""
+    """Describe in a sentence the first file that differs from the manifest; None if none does."""
     for name, expected in manifest.items():
         check_relative(name)
         path = folder / name

@@ -6,7 +6,7 @@ from types import ModuleType
 
 
 def install_hint(extra: str) -> str:
-    """How to install an extra, as the end of a sentence."""
+    """The end of a sentence that says how to install an extra."""
     return f'pip install ".[{extra}]" in a clone of the repository of dcformer'
 
 
@@ -20,7 +20,7 @@ def import_optional(name: str, what: str, extra: str) -> ModuleType:
 
 
 def import_vllm(what: str, **environment: str) -> ModuleType:
-    """vLLM without usage statistics, its log on stderr; `environment` has further variables that are not set yet."""
+    """Import vLLM without usage statistics, its log on stderr; `environment` has more variables for it."""
     defaults = {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1", **environment}
     os.environ.update(defaults | os.environ)
     return import_optional("vllm", what, "vllm")

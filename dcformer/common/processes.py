@@ -10,12 +10,12 @@ Result = TypeVar("Result")
 
 
 def is_first_process() -> bool:
-    """Whether this is the only process, or the first of those that `torchrun` or `accelerate launch` started."""
+    """True if this is the only process, or the first of those that `torchrun` or `accelerate launch` started."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def count_processes() -> int:
-    """How many processes `torchrun` or `accelerate launch` started; 1 without them."""
+    """Count the processes that `torchrun` or `accelerate launch` started; 1 without them."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

@@ -1,4 +1,4 @@
-"""For the commands: a console that fits pipes, progress bars, errors of one line, and signals."""
+"""The terminal of the commands: a console that fits pipes, progress bars, errors of one line, and signals."""
 
 from __future__ import annotations
 

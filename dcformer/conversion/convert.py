@@ -236,7 +236,7 @@ def find_tokenizer(plan: Plan, given: str | os.PathLike | PreTrainedTokenizerBas
 
 
 def _has(stated: int | list[int] | None, value: int) -> bool:
-    """Whether an id is stated; a tokenizer has only one of several that end a text."""
+    """True if a configuration states an id, which may be one of several that end a text."""
     return value in (stated if isinstance(stated, list) else [stated])
 
 

@@ -53,7 +53,7 @@ def open_gguf(folder: str, file: str, config: PreTrainedConfig) -> tuple[PreTrai
 
 
 def generation_settings(stated: dict[str, Any]) -> dict[str, Any]:
-    """What a GGUF file states of how to generate, with the names of generation_config.json; Transformers reads none."""
+    """The settings of a GGUF file for `generate`, named as in generation_config.json; Transformers reads none."""
     ends = {stated[key] for name in ("eos", "eot", "eom") if (key := f"tokenizer.ggml.{name}_token_id") in stated}
     sampling = {name: stated.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()}
     # Decimal fractions are stored in float32; llama.cpp has also -1 for what is off.
@@ -65,7 +65,7 @@ def generation_settings(stated: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unread_settings(stated: dict[str, Any], config: PreTrainedConfig) -> list[str]:
-    """What a file states of its architecture that is not in the configuration made of it."""
+    """The settings that a GGUF file states of its architecture and that the configuration made of it lacks."""
     prefix = f"{stated['general.architecture']}."
     values = {key.removeprefix(prefix): value for key, value in stated.items() if key.startswith(prefix)}
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

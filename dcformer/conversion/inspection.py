@@ -85,7 +85,7 @@ class Inspection:
     skipped_steps: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same in lists and dictionaries, for JSON."""
+        """The inspection as lists and dictionaries, for JSON."""
         keys = ("name", "shape", "chunk_shape", "nbytes")
         tensors = [
             {**{key: getattr(array, key) for key in keys}, "dtype": dtype_name(array.dtype)} for array in self.tensors
@@ -136,7 +136,7 @@ def inspect_checkpoint(
 
 
 def _contents(path: str | os.PathLike, step: int | None) -> tuple[dict[str, Any], dict[str, SourceArray], list[str]]:
-    """Where a checkpoint is, its arrays, and the names of its training state, before anything is known of the model."""
+    """The place of a checkpoint, its arrays, and the names of its training state, read without knowing the model."""
     name = detect_format(path)
     if name == "torch":
         folder = local_folder(path)

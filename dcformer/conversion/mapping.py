@@ -1,4 +1,4 @@
-"""Where every array of a JAX checkpoint goes, as data. Both directions of a conversion read these tables.
+"""The tables of where every array of a JAX checkpoint goes, which both directions of a conversion read.
 
 A row names an array with its axes, and a parameter with the order of the same axes. `{sub}` is the sub-block inside a
 block of n layers; layer l lives in block l // n, sub-block l % n. The axis that stacks the blocks (1 in MaxText, 0 in

@@ -111,7 +111,7 @@ class OrbaxItem:
         return any(part in name for name in self.names for part in _EMBEDDINGS)
 
     def source(self, kind: str) -> dict[str, Any]:
-        """Where the arrays come from, for a report."""
+        """The origin of the arrays, for a report."""
         stored = f"{'OCDBT, ' if self.is_ocdbt else ''}{'zarr 3' if 'zarr3' in self._drivers.values() else 'zarr 2'}"
         source: dict[str, Any] = {"format": f"{kind} ({stored})", "location": self.location, "step": self.step}
         return source | ({"skipped_steps": self.skipped_steps} if self.skipped_steps else {})

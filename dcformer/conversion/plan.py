@@ -28,7 +28,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value of the configuration comes from."""
+    """The origin of a value of the configuration."""
 
     field: str
     value: Any
@@ -76,7 +76,7 @@ class Part:
         return values.reshape([values.shape[axis] for axis in kept]).permute([kept.index(axis) for axis in self.order])
 
     def from_parameter(self, parameter: Tensor) -> Tensor:
-        """The inverse: the elements of the region, in its shape, from the whole parameter."""
+        """The inverse of `to_parameter`: the elements of the region, in its shape, from the whole parameter."""
         values = parameter.flatten()[self.offset : self.offset + self.size].view(self.shape)
         values = values.permute([self.order.index(axis) for axis in sorted(self.order)])
         return values.reshape([stop - start for start, stop in self.region])
@@ -126,11 +126,11 @@ class Plan:
         return sum(part.size * self.arrays[part.array].dtype.itemsize for name in names for part in self.parts[name])
 
     def model_parameters(self) -> dict[str, Tensor]:
-        """Those of the model, without unused arrays."""
+        """The parameters of the model, without arrays that it does not use."""
         return {name: parameter for name, parameter in self.parameters.items() if name not in self.unused}
 
     def fingerprint(self) -> dict[str, Any]:
-        """By which a later run knows that it converts the same arrays in the same way."""
+        """The identity of a conversion, which changes if a resumed run would convert something else."""
         source = {key: value for key, value in self.source.items() if key != "skipped_steps"}
         parameters = {name: [spec.shape, str(spec.dtype)] for name, spec in self.parameters.items()}
         return {"source": source, "stamps": self.stamps, "config": self.config.to_dict(), "parameters": parameters}

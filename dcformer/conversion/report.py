@@ -59,7 +59,7 @@ class ConversionReport:
     was_complete: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of the file."""
+        """The content of `conversion_report.json`."""
         return {name: value for name, value in asdict(self).items() if name not in _OF_THE_RUN}
 
 

@@ -181,7 +181,7 @@ def _config_values(source: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _is_tied(arrays: dict[str, SourceArray]) -> bool:
-    """Whether the output layer can be the embedding: Transformers does not tie an output layer that differs."""
+    """True if the output layer can be the embedding: Transformers does not tie an output layer that differs."""
     renamed = {our_name(name, _NEOX_NAMES): array for name, array in arrays.items()}
     both = [renamed[name] for name in ("lm_head.weight", "model.embed_tokens.weight") if name in renamed]
     return len(both) < 2 or torch.equal(*(array.read().float() for array in both))

@@ -255,7 +255,7 @@ def compare(
     tokens: Tensor | None = None,
 ) -> Comparison:
     """
-    Whether two checkpoints are the same model, whatever their formats.
+    Compare two checkpoints, whatever their formats, and tell if they are the same model.
 
     Args:
         a, b: Converted folders, the authors' folders, MaxText or PAX checkpoints.

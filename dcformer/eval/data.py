@@ -1,4 +1,4 @@
-"""Where the documents of a task come from: a folder of files, or a published source; and which documents they are.
+"""The documents of a task, from a folder of files or a published source, and a check of which documents they are.
 
     <data_dir>/<folder>/<split>.parquet     or .jsonl, or .txt where a task reads plain text
 
@@ -43,7 +43,7 @@ _QUESTION = ("question", "options", "answer")  # fields of RACE
 @dataclass(frozen=True)
 class Source:
     """
-    Where documents are published, and what they are.
+    A published source of documents, and what it holds.
 
     Attributes:
         path: Data set on the Hub, or another name if there is an address.
@@ -115,7 +115,7 @@ def read_text(file: Path) -> str:
 
 
 def source_of(task: str) -> Source:
-    """Where the documents of a task are published; what is not in `sources.json` is in the task's definition."""
+    """The source of a task's documents; the definition of the task names it if `sources.json` does not."""
     return SOURCES.get(data_folder(task), Source(task, address=_DEFINITION))
 
 

@@ -40,7 +40,7 @@ harness, harness_utils = import_extra("lm_eval.models.huggingface"), import_extr
 
 
 class LogLikelihoods(harness.TemplateLM):
-    """What model classes of lm-eval have in common, whatever computes the log-likelihoods. They define these:"""
+    """A base of model classes for lm-eval, whatever computes the log-likelihoods; subclasses set the attributes."""
 
     tokenizer: Any
     add_bos_token: bool | None = None
@@ -122,7 +122,7 @@ class LogLikelihoods(harness.TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """For (key, context ids, continuation ids): the continuation's log-probability, and whether it is greedy."""
+        """Log-probability of each continuation and if it is greedy, from (key, context ids, continuation ids)."""
         requests = self._within_the_vocabulary(requests)
         inputs: dict[tuple[int, ...], ScoredInput] = {}
         for index, (_, context, continuation) in enumerate(requests):

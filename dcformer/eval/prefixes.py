@@ -87,7 +87,7 @@ class _Row:
 
 
 def can_share_prefixes(config: Any) -> bool:
-    """Whether a model with this configuration computes the same with a cache as in one pass."""
+    """True if a model with this configuration computes the same with a cache as in one pass."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # one, or one per type of layer

@@ -14,7 +14,7 @@ def lambada_context(document: dict) -> str:
 
 
 def lambada_last_word(document: dict) -> str:
-    """With its space, since lm-eval adds none to what it scores."""
+    """The last word of a text of LAMBADA with the space before it, since lm-eval adds none to what it scores."""
     return " " + document["text"].rpartition(" ")[2]
 
 
@@ -39,7 +39,7 @@ def race_context(document: dict) -> str:
 
 
 def race_context_lm_eval_0_4_13(document: dict) -> str:
-    """As [`race_context`], but in a solved question that ends in a blank the answer replaces the blank."""
+    """The context of [`race_context`], in which answers replace the blanks that end solved questions."""
     return _race_context(document, keeps_words=True)
 
 

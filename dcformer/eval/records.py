@@ -69,7 +69,7 @@ class Record:
         return self.num_samples < self.num_documents
 
     def has_settings(self, settings: dict[str, Any]) -> bool:
-        """Whether the record was made with these settings; the git revision may differ."""
+        """True if the record was made with these settings; the git revision may differ."""
         return self.settings | {"git_revision": None} == json.loads(json.dumps(settings | {"git_revision": None}))
 
 

@@ -1,4 +1,4 @@
-"""From results on disk to the paper's tables: numbers compared with a baseline, the paper and published Pythia scores.
+"""The paper's tables from results on disk, compared with a baseline, the paper and published scores of Pythia.
 
 The report's frame holds one number per row at full precision; the tables are made from it. Accuracies are fractions in
 the frame and in JSON, and percent in the tables.
@@ -361,7 +361,7 @@ class _Builder:
         return self.samples[key]
 
     def _control(self, frame: pandas.DataFrame) -> Iterator[str]:
-        """How the results of Pythia models compare with the published ones, for every number of shots."""
+        """Compare the results of Pythia models with the published ones, in a sentence for every number of shots."""
         held = frame[frame.published.notna()]
         for (model, shots), rows in held.groupby(["model", "shots"], sort=False):
             name, missed = f"{self.names[model]}, {shots}-shot", rows[rows.control == "outside tolerance"]
@@ -449,7 +449,7 @@ class _Builder:
 
 
 def differences_from_published(record: Record) -> Iterator[str]:
-    """In which ways a result is not of the published documents, or of others as far as is known."""
+    """Yield in which ways a result is not, or not known to be, one of the published documents."""
     documents = record.observed.get("documents", {})
     is_known, window = documents.get("as_known", True), record.settings.get("max_length", PAPER_WINDOW)
     if is_known is False:
@@ -469,7 +469,7 @@ def _corrected(frame: pandas.DataFrame) -> pandas.Series:
 
 
 def _chances(sample: Mapping) -> dict[str, float]:
-    """How probably a rule that never reads the question is right, for every such rule."""
+    """The probability of a right answer by each rule that never reads the question."""
     request = sample["requests"][0]
     return reference_answers({"context": request["context"], "answer": request["continuation"], **sample["fields"]})
 
@@ -540,6 +540,6 @@ def _paper(row: Any) -> str:
 
 
 def _escaped(text: Any) -> str:
-    """With backslashes before everything that Markdown would interpret; underscores inside words are plain text."""
+    """The text with backslashes before all that Markdown would interpret; underscores inside words are plain text."""
     text = re.sub(r"([\\`*<>|~&\[\]])", r"\\\1", " ".join(str(text).split()))
     return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", text)

@@ -58,7 +58,7 @@ class _Job:
 
     @property
     def data(self) -> tuple:
-        """Jobs with the same value share a task object; running text is packed by tokenizer and length."""
+        """The key of a job's task object, which jobs share; running text is packed by tokenizer and length."""
         depends = self.task in (*HEAD_TASKS, *PERPLEXITY_TASKS)
         return (self.task, self.settings["tokenizer"], self.settings["max_length"]) if depends else (self.task,)
 

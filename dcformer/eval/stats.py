@@ -49,12 +49,12 @@ class Difference:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether the interval neither contains zero nor ends there."""
+        """True if the interval neither contains zero nor ends there."""
         return self.low > _NOTHING or self.high < -_NOTHING
 
 
 def is_perplexity(metric: str) -> bool:
-    """Whether a metric is an exponential of a mean, so that its logarithm is compared."""
+    """True if a metric is an exponential of a mean, so that its logarithm is compared."""
     return metric.endswith("perplexity")
 
 
@@ -74,7 +74,7 @@ def mean_stderr(stderrs: Sequence[float]) -> float:
 
 
 def have_same_documents(samples: Sequence[Mapping], baseline: Sequence[Mapping]) -> bool:
-    """Whether two models were scored on the same documents, in whatever order."""
+    """True if two models were scored on the same documents, in whatever order."""
     return _by_document(samples).keys() == _by_document(baseline).keys()
 
 

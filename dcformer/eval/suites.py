@@ -130,7 +130,7 @@ def tasks_folder() -> Path:
 
 
 def task_manager(metadata: dict[str, Any] | None = None):
-    """lm-eval's `TaskManager` of the tasks of this package alone."""
+    """The `TaskManager` of lm-eval with the tasks of this package alone."""
     tasks = import_extra("lm_eval.tasks")
     return tasks.TaskManager(include_path=tasks_folder(), include_defaults=False, metadata=metadata)
 

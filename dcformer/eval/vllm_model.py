@@ -29,7 +29,7 @@ _AT_ONCE = 1024
 
 
 def import_vllm() -> ModuleType:
-    """vLLM with errors alone in its log; it may take one token more than a model has positions."""
+    """Import vLLM with errors alone in its log, and let it take one token more than a model has positions."""
     settings = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     return optional.import_vllm("--engine vllm (engine='vllm')", **settings)
 
@@ -166,7 +166,7 @@ class VLLMLM(LogLikelihoods):
 
 
 def which_may_read(inputs: Sequence[ScoredInput], block_size: int) -> list[bool]:
-    """Which of the sorted inputs may read from the prefix cache: those without scored tokens in it."""
+    """Tell which of the sorted inputs may read from the prefix cache: those without scored tokens in it."""
     shared = [0, *(shared_length(one.ids, other.ids) for one, other in itertools.pairwise(inputs)), 0]
     may_read = []
     for scored, before, after in zip(inputs, shared, shared[1:]):

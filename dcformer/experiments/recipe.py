@@ -35,7 +35,7 @@ class SweepRecipe:
                 raise ValueError(f"sweep names {name!r}; its variants are {', '.join(self.variants)}.")
 
     def chosen(self, runs: list[Run]) -> list[Run]:
-        """The runs to do now."""
+        """The runs of the variants that `only` names; all without it."""
         return [run for run in runs if self.only is None or run.variant in self.only]
 
 
@@ -49,12 +49,12 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Name for people."""
+        """The name of the run in messages."""
         return f"{self.variant}, seed {self.seed}"
 
     @property
     def folder(self) -> Path:
-        """Output folder."""
+        """The output folder of the run."""
         return Path(self.recipe.output)
 
 

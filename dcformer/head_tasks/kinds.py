@@ -56,7 +56,7 @@ class TaskKind:
 
 @dataclass(frozen=True)
 class Content:
-    """What a fact is about: "a violin", "Paris", "happy", "May"; and the person, if it is not a list."""
+    """The subject of a fact: "a violin", "Paris", "happy", "May"; and the person, if it is not a list."""
 
     thing: str  # as it is in the fact, with its article
     target: str  # what it is transformed to; for `copy`, the thing as it is in the question

@@ -1,5 +1,5 @@
 """
-What this package changes in others so that they know its models: one function a file.
+The changes of this package in others, so that they know its models: one function a file.
 
 Importing the package calls those in the list of `dcformer.public`; `name_models_for_server` is for a server's process.
 """

@@ -67,7 +67,7 @@ def find_newest(output: Path) -> tuple[Path | None, list[str]]:
 
 
 def _find_flaw(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, as a sentence that names the file."""
+    """Describe what is wrong with a checkpoint, in a sentence that names the file; None if it is whole."""
     path = checkpoint / MARKER
     if not path.is_file():
         return f"{str(checkpoint)!r} is not complete: it has no {MARKER}."

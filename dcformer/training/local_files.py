@@ -71,7 +71,7 @@ class LocalFiles(GeneratorBasedBuilder):
 def _rows(
     file: io.BufferedReader, ending: str | None, columns: list[str], sample_by: str
 ) -> tuple[str, Callable[[Any], Any], Iterable[Any]]:
-    """What a row of a file is called, what reads one (its errors are of that row), and the rows."""
+    """The name of a row of a file, a function that reads one (its errors are of that row), and the rows."""
     if ending == ".parquet":
         content = parquet.ParquetFile(file)
         _check_columns(columns, content.schema_arrow.names)

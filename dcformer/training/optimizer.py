@@ -55,7 +55,7 @@ def _embeddings(model: nn.Module) -> set[int]:
 
 
 def _is_dynamic(name: str) -> bool:
-    """Whether a parameter computes compose weights from the input."""
+    """True if a parameter computes compose weights from the input."""
     *_, module, parameter = ("", *name.split("."))
     return module == "compose" and parameter != "static_weight"
 

@@ -119,7 +119,7 @@ class RecipeTrainer(Trainer):
         self.loss_since_log = torch.zeros((), device=arguments.device)  # summed over the steps since the last record
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the base class, and with sharded parameters on CPUs too."""
+        """Create the accelerator of the base class, which here also shards parameters on CPUs."""
         super().create_accelerator_and_postprocess()
         if self.args.fsdp_plugin_args is None or self.is_fsdp_enabled:
             return
@@ -139,11 +139,11 @@ class RecipeTrainer(Trainer):
         return self.optimizer
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args, **kwargs):
-        """As the base class; without a cache, since with one position ids would not separate documents."""
+        """Compute the loss without a cache, since with one position ids would not separate documents."""
         return super().compute_loss(model, {**inputs, "use_cache": False}, *args, **kwargs)
 
     def training_step(self, *args, **kwargs) -> Tensor:
-        """As the base class, and add the loss to the sum for the next record."""
+        """Take the base class's step, and add its loss to the sum for the next record."""
         loss = super().training_step(*args, **kwargs)
         self.loss_since_log += loss
         return loss

@@ -269,7 +269,7 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         return query, *states, *stages
 
     def _reads_blocks(self, query: Tensor, cache: Tensor, key_width: int, batch: PaddedBatch) -> bool:
-        """Whether the Triton kernels of decoding take these queries."""
+        """True if the Triton kernels of decoding take these queries."""
         queries, is_padded = batch.queries, len(batch.real) < len(batch.tokens)
         if query.device.type != "cuda" or is_padded or queries > MOST_DECODE_QUERIES or query.dtype != cache.dtype:
             return False
@@ -281,7 +281,7 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         return self._chosen[queries]
 
     def _attend_in_blocks(self, query: Tensor, cache: Tensor, key_width: int, batch: PaddedBatch) -> Tensor:
-        """(sequences, heads, queries, head_dim), from keys and values that stay in the cache."""
+        """The output (sequences, heads, queries, head_dim) by kernels that read keys and values in the cache."""
         mask = Visibility(batch.queries, cache.shape[2], sliding_window=self.sliding_window, query_offset=0)
         operands = self._operands(query, cache, key_width, in_blocks=True)
         call = Call.of(AttentionInputs(*operands, self.scale, mask))
@@ -300,7 +300,7 @@ def query_factor_channels(compose: DCFormerCompose) -> list[int]:
 
 
 class ComposedAttention(Attention):
-    """vLLM's attention layer, for queries that carry factors and are wider than the keys."""
+    """The attention layer of vLLM, for queries that carry factors and are wider than the keys."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ _ROPE_TYPES_BY_LENGTH = ("dynamic", "longrope")
 
 
 class ModelChecks(VerifyAndUpdateConfig):
-    """vLLM calls these methods with its configuration of one of these models."""
+    """The checks that vLLM calls with its configuration of a DCFormer or DCPythia."""
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
@@ -26,7 +26,7 @@ class ModelChecks(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """ValueError for the first option that these models cannot follow."""
+        """Raise ValueError for the first option that a DCFormer or DCPythia cannot follow."""
         for is_refused, reason in _refusals(vllm_config.model_config.hf_config, vllm_config):
             if is_refused:
                 raise ValueError(reason)
@@ -75,10 +75,10 @@ def _refusals(config: Any, vllm_config: Any) -> list[tuple[bool, str]]:
 
 
 class CheckedRenderer(HfRenderer):
-    """vLLM checks ids by the tokenizer, which may be larger than the embedding; this checks them by the embedding."""
+    """A renderer that checks ids by the embedding; vLLM's own checks by the tokenizer, which may be larger."""
 
     def validate_token_ids(self, token_ids: Sequence[int], *, parameter: str | None = None) -> None:
-        """VLLMValidationError for an id without an embedding row, unless `oov_policy="clamp"`."""
+        """Raise VLLMValidationError for an id without an embedding row, unless `oov_policy="clamp"`."""
         config = self.model_config.hf_config
         wrong = [(position, token) for position, token in enumerate(token_ids) if not 0 <= token < config.vocab_size]
         if wrong and config.oov_policy != "clamp":

@@ -59,11 +59,11 @@ def further_share_interval(shares: Sequence[float], documents: int) -> tuple[flo
 
 class Costs(NamedTuple):
     """
-    What a model and its baseline spend to reach the same loss, by seed.
+    The costs of a model and its baseline of reaching the same loss, by seed.
 
     Attributes:
         model, baseline: Names of the variants.
-        goal: Which loss.
+        goal: The loss to reach.
         axis: `"flops"` or `"seconds"`.
         by_seed: Seed -> what the model and the baseline spent; `None` if the loss was not reached.
     """
@@ -102,7 +102,7 @@ def curves_of(results: Mapping[str, Any]) -> Runs:
 
 def reaches(curve: Mapping[str, Sequence[float]], quantity: str, level: float, axis: str) -> float | None:
     """
-    What is spent until the loss falls to a level, or the accuracy rises to it, for good.
+    The cost after which the loss has fallen to a level, or the accuracy risen to it, for good.
 
     For good means in all later evaluations too, since a model that stays at a blind choice crosses its loss by chance.
     Between evaluations the curve is a straight line. `None` if the last evaluation has not reached the level.
@@ -119,7 +119,7 @@ def reaches(curve: Mapping[str, Sequence[float]], quantity: str, level: float, a
 
 
 def costs_of(curves: Runs, blind_loss: float) -> list[Costs]:
-    """All pairs, for the loss of blind choice and the higher of the two final losses of a seed, by both axes."""
+    """The costs of all pairs, of the loss of blind choice and of the higher final loss of a seed, by both axes."""
     costs = []
     for model, baseline in PAIRS:
         for goal in (TAKE_OFF, EQUAL_END):
@@ -135,7 +135,7 @@ def costs_of(curves: Runs, blind_loss: float) -> list[Costs]:
 
 
 def corrected_p(costs: Sequence[Costs]) -> list[float]:
-    """p of t tests on logarithms against no difference, by Holm's correction for all of them."""
+    """P-values of t tests on logarithms against no difference, by Holm's correction for all of them."""
     values = []
     for cost in costs:
         ratios = dict(enumerate(cost.logarithms))
@@ -145,7 +145,7 @@ def corrected_p(costs: Sequence[Costs]) -> list[float]:
 
 
 def claim_tables(results: Mapping[str, Any]) -> Iterable[str]:
-    """The pairs with their costs, then all runs."""
+    """The tables of the pairs with their costs, then of all runs."""
     curves, references = curves_of(results), results["references"]["evaluation"]
     parameters = {run["variant"]: run["parameters"] for run in results["runs"]}
     costs = costs_of(curves, references["blind_choice"]["loss"])

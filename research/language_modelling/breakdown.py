@@ -1,4 +1,4 @@
-"""Where a language model loses: its loss on test text by the position of a token and by the kind of word it is in."""
+"""The loss of a language model on test text by the position of a token and by the kind of word it is in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which heads look at what is copied, before composition and after it, and what is lost without a branch or a head.
+"""The heads that look at what is copied, before composition and after it, and the loss without a branch or a head.
 
 python -m research.language_modelling.inside            # the bundled model on NumPy's C headers; some minutes
 """
@@ -44,14 +44,14 @@ def ids_of(parts: Sequence[Part]) -> Tensor:
 
 
 def of_kind(parts: Sequence[Part], kind: str) -> Tensor:
-    """Which tokens, but the first of each part, are of this class: (parts, LENGTH - 1)."""
+    """A mask of the tokens of a class, without the first of each part: (parts, LENGTH - 1)."""
     return torch.tensor([[each == kind for _, each in part[1:]] for part in parts])
 
 
 @torch.no_grad()
 def attention_on_copied(model: Any, parts: Sequence[Part]) -> pd.DataFrame:
     """
-    How much of its attention a head has on earlier occurrences of the token that comes next.
+    Measure the attention of each head on earlier occurrences of the token that comes next.
 
     Returns:
         The columns layer, head, map, and `attention`, the sum over those keys, its mean over all tokens of repeated
@@ -102,7 +102,7 @@ def without_share_of(model: Any, layer: int, head: int) -> AbstractContextManage
 
 def rises(model: Any, parts: Sequence[Part]) -> pd.DataFrame:
     """
-    How the loss on repeated and new words rises without a branch of a layer, or with a head as if not composed.
+    Measure how the loss on repeated and new words rises without a branch, or with a head as if not composed.
 
     Returns:
         The columns layer, without, class, rise in nats per token, and its standard error over parts.

@@ -61,7 +61,7 @@ def read_pairs(folder: Path) -> pd.DataFrame:
 
 
 def further_seed_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the value of one more seed is expected: a 95 % prediction interval by Student's t."""
+    """The interval in which the value of one more seed is expected: 95 %, by Student's t."""
     mean, half_width = seed_interval(values)
     half_width *= math.sqrt(len(values) + 1)  # the variance of the mean, and that of one seed more
     return mean - half_width, mean + half_width
@@ -69,7 +69,7 @@ def further_seed_interval(values: Sequence[float]) -> tuple[float, float]:
 
 def compute_ratios(pairs: pd.DataFrame, axis: str) -> pd.DataFrame:
     """
-    How many times the cost of DCFormer++ the baseline needs for the same loss.
+    Compute how many times the cost of DCFormer++ the baseline needs for the same loss.
 
     For each model a line is fitted through the sizes: logarithm of the mean loss on that of the cost. At the cost of
     DCFormer++ of a size, its line gives a loss, and the baseline's line the cost of that loss. Seeds are drawn with
@@ -123,7 +123,7 @@ def with_interval(values: Sequence[float], sign: str = "") -> str:
 
 
 def pairs_table(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Losses of both models by text and size, and what apart they are."""
+    """Losses of both models by text and size, and how far apart they are."""
     rows = []
     for (text, size), group in pairs.groupby(["text", "size"], sort=False):
         wide = group.pivot(index="seed", columns="model", values="loss")
@@ -149,7 +149,7 @@ def mean_curve(runs: pd.DataFrame, key: str) -> np.ndarray:
 
 
 def training_table(pairs: pd.DataFrame) -> pd.DataFrame:
-    """How far apart the models are while training: differences of the evaluations, means of the seeds."""
+    """Differences between the models while they are trained, from the evaluations, as means of the seeds."""
     rows = []
     for (text, size), group in pairs.groupby(["text", "size"], sort=False):
         loss = {model: mean_curve(runs, "loss") for model, runs in group.groupby("model")}
@@ -177,7 +177,7 @@ def ratios_table(pairs: pd.DataFrame) -> pd.DataFrame:
 
 def length_table(runs: pd.DataFrame) -> pd.DataFrame:
     """
-    How many times the FLOPs of DCFormer++ the baseline of its size needs for the same loss if it reads more tokens.
+    Multiples of DCFormer++'s FLOPs that the baseline of its size needs for the same loss if it reads more tokens.
 
     A line through the baseline's lengths, logarithm of the loss on that of the FLOPs, is read at the loss of
     DCFormer++. Other lengths of a size have its name with a hyphen and more behind it, such as `11m-half`.

@@ -1,4 +1,4 @@
-"""What composition brings to a pretrained model: trained alone, LoRA alone, and both, with equally many parameters.
+"""A comparison of composition, LoRA, and both in a pretrained model, with equally many trained parameters.
 
 python -m research.upcycling.run SOURCE --data runs/language-modelling/data/code      # hours of a CPU
 
@@ -75,7 +75,7 @@ def block_losses(model: Any, ids: torch.Tensor) -> list[float]:
 
 
 def train(model: Any, ids: torch.Tensor, rate: float, seed: int) -> None:
-    """One pass over the blocks, in an order by the seed, by Transformers' trainer."""
+    """Train for one pass over the blocks, in an order by the seed, by Transformers' trainer."""
     with tempfile.TemporaryDirectory() as folder:
         options = {"learning_rate": rate, "warmup_steps": 0.05, "lr_scheduler_type": "cosine", "weight_decay": 0.0}
         options |= {"num_train_epochs": 1, "per_device_train_batch_size": 4, "report_to": "none", "save_strategy": "no"}
