@@ -63,17 +63,7 @@ class Inputs(NamedTuple):
         return self.map(lambda tensor: tensor.detach().clone().requires_grad_())
 
 
-def make_weights(
-    *,
-    batch: int = 2,
-    heads: int = 4,
-    queries: int = 20,
-    keys: int | None = None,
-    rank: int = 2,
-    groups: int = 1,
-    branches: tuple[str, ...] = BRANCHES,
-    seed: int = 0,
-) -> ComposeWeights:
+def make_weights(*, batch=2, heads=4, queries=20, keys=None, rank=2, groups=1, branches=BRANCHES, seed=0):
     """Random float64 weights of one composition with these branches switched on."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -93,36 +83,25 @@ def make_weights(
 
 
 def make_inputs(
-    *,
-    batch: int = 2,
-    heads: int = 4,
-    key_value_heads: int | None = None,
-    queries: int = 20,
-    keys: int | None = None,
-    channels: int = 3,
-    value_channels: int | None = None,
-    rank: int = 2,
-    groups: int = 1,
-    pre: tuple[str, ...] | None = BRANCHES,
-    post: tuple[str, ...] | None = BRANCHES,
-    seed: int = 0,
+    *, key_value_heads=None, channels=3, value_channels=None, pre=BRANCHES, post=BRANCHES, seed=0, **sizes
 ) -> Inputs:
-    """Random float64 inputs; `pre` and `post` name the branches of each composition, None leaves it out."""
+    """
+    Random float64 inputs; `pre` and `post` name the branches of each composition, None leaves it out; `sizes` are as of
+    `make_weights`.
+    """
     generator = torch.Generator().manual_seed(1000 + seed)
-    keys = queries if keys is None else keys
-    key_value_heads = key_value_heads or heads
-
-    def normal(*shape):
-        return torch.randn(*shape, dtype=torch.float64, generator=generator)
-
-    sizes = {"batch": batch, "heads": heads, "queries": queries, "keys": keys, "rank": rank, "groups": groups}
-    return Inputs(
-        normal(batch, heads, queries, channels),
-        normal(batch, key_value_heads, keys, channels),
-        normal(batch, key_value_heads, keys, value_channels or channels),
-        None if pre is None else make_weights(**sizes, branches=pre, seed=2000 + seed),
-        None if post is None else make_weights(**sizes, branches=post, seed=3000 + seed),
+    sizes = {"batch": 2, "heads": 4, "queries": 20, **sizes}
+    batch, heads, queries, keys = (sizes.get(name) for name in ("batch", "heads", "queries", "keys"))
+    states = (batch, key_value_heads or heads, queries if keys is None else keys)
+    query, key, value = (
+        torch.randn(*shape, dtype=torch.float64, generator=generator)
+        for shape in ((batch, heads, queries, channels), (*states, channels), (*states, value_channels or channels))
     )
+    weights = (
+        None if branches is None else make_weights(**sizes, branches=branches, seed=number + seed)
+        for branches, number in ((pre, 2000), (post, 3000))
+    )
+    return Inputs(query, key, value, *weights)
 
 
 def sixteen_bit_attention(inputs: Inputs, visible: Tensor) -> Tensor:
@@ -155,8 +134,8 @@ def left_padding(batch: int, heads: int, queries: int, keys: int) -> Tensor:
     return mask
 
 
-def right_padding(batch: int, heads: int, queries: int, keys: int) -> Tensor:
-    return left_padding(batch, heads, queries, keys).flip(1)
+def right_padding(*shape: int) -> Tensor:
+    return left_padding(*shape).flip(1)
 
 
 def boolean_mask(batch: int, heads: int, queries: int, keys: int) -> Tensor:
@@ -164,12 +143,8 @@ def boolean_mask(batch: int, heads: int, queries: int, keys: int) -> Tensor:
     return torch.rand(batch, 1, queries, keys, generator=torch.Generator().manual_seed(5)) > 0.4
 
 
-def shared_boolean_mask(batch: int, heads: int, queries: int, keys: int) -> Tensor:
-    return boolean_mask(1, heads, queries, keys)
-
-
-def boolean_mask_per_head(batch: int, heads: int, queries: int, keys: int) -> Tensor:
-    return torch.rand(batch, heads, queries, keys, generator=torch.Generator().manual_seed(6)) > 0.4
+def shared_boolean_mask(batch: int, *shape: int) -> Tensor:
+    return boolean_mask(1, *shape)
 
 
 def float_mask(batch: int, heads: int, queries: int, keys: int) -> Tensor:
@@ -180,8 +155,9 @@ def float_mask(batch: int, heads: int, queries: int, keys: int) -> Tensor:
     return mask.masked_fill(draw < 0.2, torch.finfo(torch.float32).min).masked_fill(draw > 0.8, -torch.inf)
 
 
-def float_mask_per_head(batch: int, heads: int, queries: int, keys: int) -> Tensor:
-    return float_mask(batch * heads, 1, queries, keys).view(batch, heads, queries, keys)
+def per_head(mask: Callable) -> Callable:
+    """The maker of a mask that differs from head to head."""
+    return lambda batch, heads, *lengths: mask(batch * heads, 1, *lengths).view(batch, heads, *lengths)
 
 
 def documents(batch: int, heads: int, queries: int, keys: int) -> Visibility:
@@ -213,9 +189,9 @@ CASES = {
     "right_padding_bidirectional": Case({"keys": 27}, {"is_causal": False}, right_padding),
     "boolean_mask": Case(options={"chunk_size": 7}, mask=boolean_mask),
     "boolean_mask_for_all_rows": Case(options={"sliding_window": 9}, mask=shared_boolean_mask),
-    "boolean_mask_per_head": Case(mask=boolean_mask_per_head),
+    "boolean_mask_per_head": Case(mask=per_head(boolean_mask)),
     "float_mask": Case({"queries": 17, "keys": 29}, {"is_causal": False, "chunk_size": 7}, float_mask),
-    "float_mask_per_head_window_5": Case(options={"sliding_window": 5}, mask=float_mask_per_head),
+    "float_mask_per_head_window_5": Case(options={"sliding_window": 5}, mask=per_head(float_mask)),
     "documents": Case(options={"chunk_size": 7}, mask=documents),
     "document_that_comes_back_window_10": Case({"queries": 70}, mask=document_that_comes_back),
     "multi_query_scaling": Case({"key_value_heads": 1, "pre": KEY_WISE}, {"sliding_window": 5, "scaling": 0.3}),
@@ -286,9 +262,8 @@ def hold_to_the_reference(form: str, inputs: Inputs, dtype: torch.dtype, **optio
     output, gradients = value_and_gradients(functools.partial(attend, form), inputs, **options)
     assert {output.dtype, *(gradient.dtype for gradient in gradients.values())} == {dtype}
     options.pop("chunk_size", None)
-    expected, expected_gradients = value_and_gradients(
-        composed_attention_reference, inputs.to(torch.float64), **options
-    )
+    exact = inputs.to(torch.float64)
+    expected, expected_gradients = value_and_gradients(composed_attention_reference, exact, **options)
     of_output, of_gradients = TOLERANCES[dtype]
     assert largest_error(output, expected) <= of_output
     errors = {name: largest_error(gradients[name], expected_gradients[name]) for name in gradients}

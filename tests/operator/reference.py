@@ -13,21 +13,12 @@ from dcformer.dcmha import ComposeSide, ComposeWeights, Visibility, map_tensors
 
 
 def composed_attention_reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
-    *,
-    scaling: float | None = None,
-    is_causal: bool = True,
-    sliding_window: int | None = None,
-    attention_mask: Tensor | Visibility | None = None,
+    query, key, *others, scaling=None, is_causal=True, sliding_window=None, attention_mask=None
 ) -> Tensor:
     """The output alone, by the arguments of `composed_attention`."""
     mask = as_visibility(attention_mask, query.shape[2], key.shape[2], is_causal, sliding_window)
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
-    return reference_attention(query, key, value, pre, post, scaling=scaling, mask=mask)[0]
+    return reference_attention(query, key, *others, scaling=scaling, mask=mask)[0]
 
 
 def as_visibility(
@@ -39,16 +30,7 @@ def as_visibility(
     return Visibility(queries, keys, is_causal=is_causal, sliding_window=sliding_window, **given)
 
 
-def reference_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
-    *,
-    scaling: float,
-    mask: Visibility,
-) -> tuple[Tensor, Tensor]:
+def reference_attention(query, key, value, pre, post, *, scaling: float, mask: Visibility) -> tuple[Tensor, Tensor]:
     """The output (batch, heads, query, value channels) and the composed weights (batch, heads, query, key)."""
     dtype = torch.promote_types(torch.float32, torch.promote_types(query.dtype, key.dtype))
     shared_heads = query.shape[1] // key.shape[1]

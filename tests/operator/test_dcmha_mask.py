@@ -1,5 +1,6 @@
 """`Visibility` against the mask of the reference, pair by pair; and the errors of malformed calls of the operator."""
 
+import dataclasses
 import runpy
 
 import hypothesis.strategies as st
@@ -52,16 +53,7 @@ def visibilities(draw):
     sequence_ids = None
     if queries == keys:
         sequence_ids = draw(st.none() | bits(batch, keys).map(lambda changes: changes.long().cumsum(1)))
-    return Visibility(
-        queries,
-        keys,
-        is_causal=band.is_causal,
-        sliding_window=band.sliding_window,
-        query_offset=band.query_offset,
-        padding=padding,
-        dense=dense,
-        sequence_ids=sequence_ids,
-    )
+    return dataclasses.replace(band, padding=padding, dense=dense, sequence_ids=sequence_ids)
 
 
 def definition(visibility: Visibility) -> torch.Tensor:
@@ -149,7 +141,7 @@ def with_field(stage: str, **fields):
 
 
 @pytest.mark.parametrize(
-    ("inputs", "got"),
+    ("given", "got"),
     [
         (INPUTS._replace(query=INPUTS.query[0]), r"\(4, 5, 3\)"),
         (INPUTS._replace(key=INPUTS.key[:1]), r"\(1, 4, 6, 3\)"),
@@ -159,16 +151,6 @@ def with_field(stage: str, **fields):
         (with_field("post", groups=2), r"post.static .* = \(2, 2, 2\), got \(1, 4, 4\)"),
         (with_field("pre", query=make_weights(queries=6).query), r"pre.query .*got \(2, 4, 6, 5\)"),
         (with_field("post", key=make_weights(queries=5).key), r"post.key .*got \(2, 4, 5, 5\)"),
-    ],
-)
-def test_shapes_that_do_not_fit_are_refused(inputs, got):
-    with pytest.raises(ValueError, match=got):
-        composed_attention(*inputs)
-
-
-@pytest.mark.parametrize(
-    ("options", "got"),
-    [
         ({"sliding_window": 0}, "at least 1, got 0"),
         ({"attention_mask": torch.ones(2, 5)}, "covers 5 keys, but there are 6"),
         ({"attention_mask": torch.ones(2, 1, 6, 6)}, r"= \(5, 6\), got \(2, 1, 6, 6\)"),
@@ -179,9 +161,10 @@ def test_shapes_that_do_not_fit_are_refused(inputs, got):
         ({"chunk_size": 0}, "at least 1, got 0"),
     ],
 )
-def test_masks_and_options_that_do_not_fit_are_refused(options, got):
+def test_tensors_masks_and_options_that_do_not_fit_are_refused(given, got):
+    inputs, options = (INPUTS, given) if isinstance(given, dict) else (given, {})
     with pytest.raises(ValueError, match=got):
-        composed_attention(*INPUTS, **options)
+        composed_attention(*inputs, **options)
     with pytest.raises(ValueError, match="got 5 queries, 5 keys and 4 numbers"):
         Visibility(5, 5, sequence_ids=torch.zeros(1, 4, dtype=torch.long))
 
