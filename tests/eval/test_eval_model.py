@@ -8,16 +8,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import (
-    AutoModelForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 
 pytest.importorskip("lm_eval")
@@ -49,33 +40,24 @@ ROWS = 67
 POSITIONS = 64
 SHAPE = {"vocab_size": ROWS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"max_position_embeddings": POSITIONS, "bos_token_id": None, "eos_token_id": None}
-GATED = {**SHAPE, "intermediate_size": 64, "initializer_range": 0.3}
+SHAPE |= {"intermediate_size": 64, "initializer_range": 0.3}
+LEARNED = "plain_transformer_with_learned_positions"
+OTHERS = {"gpt_neox": {}, "llama": {"num_key_value_heads": 2}}
+OTHERS["opt"] = {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.3}
 
 
-def gpt_neox(**values):
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**GATED | values))
-
-
-def llama(**values):
-    return LlamaForCausalLM(LlamaConfig(**GATED | {"num_key_value_heads": 2} | values))
-
-
-MODELS = {
-    # Windows of 6, so that what is shared is longer and shorter than they are.
-    "dcformer": lambda: tiny_model("dcformer"),
-    "dcpythia": lambda: tiny_model("dcpythia"),
-    "grouped_query_attention": lambda: tiny_model("grouped_query_attention"),
-    "learned_positions": lambda: tiny_model("plain_transformer_with_learned_positions"),
-    "gpt_neox": gpt_neox,
-    "llama": llama,
-}
+def build_model(kind, **values):
+    """A random model, ours by its variant; windows of 6, so that what is shared is longer and shorter than they are."""
+    torch.manual_seed(0)
+    if kind not in OTHERS:
+        return tiny_model(kind, **values)
+    config = AutoConfig.for_model(kind, **{**SHAPE, **OTHERS[kind], **values})
+    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def save_model(folder, kind, rows, fixtures):
     """A random model of 64 positions with GPT-NeoX's tokenizer."""
-    torch.manual_seed(0)
-    model = gpt_neox(vocab_size=rows) if kind == "gpt_neox" else tiny_model(kind, seed=0, vocab_size=rows)
-    model.save_pretrained(folder)
+    build_model(kind, vocab_size=rows).save_pretrained(folder)
     file = str(fixtures / "benchdata/tokenizer/20B_tokenizer.json")
     PreTrainedTokenizerFast(tokenizer_file=file, eos_token="<|endoftext|>").save_pretrained(folder)
 
@@ -95,8 +77,10 @@ def language_model(folder, **options):
 
 
 def instances(pairs):
-    kind = "loglikelihood" if isinstance(pairs[0], tuple) else "loglikelihood_rolling"
+    """Requests of (context, continuation), of (context, options) for a generation, or of a whole text."""
     given = [pair if isinstance(pair, tuple) else (pair,) for pair in pairs]
+    kinds = {str: "loglikelihood", dict: "generate_until"}
+    kind = kinds[type(given[0][1])] if len(given[0]) == 2 else "loglikelihood_rolling"
     return [Instance(kind, {}, texts, 0, metadata=("question", index, 1)) for index, texts in enumerate(given)]
 
 
@@ -150,8 +134,7 @@ def test_an_input_is_computed_once_for_all_its_requests_and_in_a_longer_one(fold
 
 
 def test_batches_are_cut_where_logits_or_keys_would_not_fit(monkeypatch):
-    torch.manual_seed(0)
-    model, requests, run = llama().eval(), questions(), prefixes.Scorer._run
+    model, requests, run = build_model("llama"), questions(), prefixes.Scorer._run
     sizes = []
 
     def measured_run(self, rows, *given, **named):
@@ -257,8 +240,7 @@ def test_what_a_tokenizer_appends_is_no_part_of_a_context(kind, caplog):
     make, processor = APPENDING[kind]
     appending, plain = make(), word_tokenizer(processor, bos_token="w0" if processor is BEGINS else None)
     assert appending("w5")["input_ids"][-1] == 1 != plain("w5")["input_ids"][-1]
-    torch.manual_seed(0)
-    model = llama().eval()
+    model = build_model("llama")
     contexts._warn_once.cache_clear()
     ours, expected = (
         DCFormerLM(model, tokenizer=tokenizer, max_length=POSITIONS, batch_size=2, on_progress=lambda *_: None)
@@ -271,10 +253,7 @@ def test_what_a_tokenizer_appends_is_no_part_of_a_context(kind, caplog):
         assert ours.tok_encode(text) == expected.tok_encode(text) == plain(text)["input_ids"]
     texts = ["w3 w4 w5 " * 50, "w6"]
     assert ours.loglikelihood_rolling(instances(texts)) == expected.loglikelihood_rolling(instances(texts))
-    asked = [
-        Instance("generate_until", {}, (text, {"until": ["w2"], "max_gen_toks": 9}), 0, metadata=("question", 0, 1))
-        for text in ("w3 w4 w5", "w3", "w9 " * 90)
-    ]
+    asked = instances([(text, {"until": ["w2"], "max_gen_toks": 9}) for text in ("w3 w4 w5", "w3", "w9 " * 90)])
     assert ours.generate_until(asked, disable_tqdm=True) == expected.generate_until(asked, disable_tqdm=True)
     by_vllm = VLLMLM.__new__(VLLMLM)
     by_vllm.tokenizer = appending
@@ -295,10 +274,7 @@ def test_answers_are_those_of_the_harness(kind, adds_bos, tmp_path):
     pairs += [("w3 ", "w4"), ("w0 w3 w4", " w5"), ("w7 w3", " w4"), (many, "w9 w3 w4"), ("w3", " w5" * POSITIONS)]
     pairs += [(many[: 3 * words - 1], " w9 w3") for words in (62, 63, 64)]
     texts = ["w3 w4 w5 " * 50, "w6", "w0 w3", "w7 w3 w9", ""]
-    options = {"until": ["w2"], "max_gen_toks": 9}
-    asked = [
-        Instance("generate_until", {}, (text, options), 0, metadata=("question", 0, 1)) for text in (few, many, "w3")
-    ]
+    asked = instances([(text, {"until": ["w2"], "max_gen_toks": 9}) for text in (few, many, "w3")])
     shared = {"dtype": "float32", "device": "cpu", "batch_size": 4, "max_length": POSITIONS, "add_bos_token": adds_bos}
     if kind == "has none" and adds_bos:  # which the harness ignores
         with pytest.raises(ValueError, match=r"add_bos_token=True.* has no beginning of text"):
@@ -342,15 +318,11 @@ def test_every_argument_of_the_harness_holds_or_is_refused_by_its_name(tmp_path)
 @pytest.mark.parametrize("kind", ["dcformer", "gpt_neox"])
 def test_contexts_of_generations_obey_the_policy_too(kind, tmp_path):
     """With 9 of the tokenizer's 67 ids; the padding has no row either."""
-    torch.manual_seed(0)
-    model = gpt_neox(vocab_size=9) if kind == "gpt_neox" else tiny_model("dcformer", vocab_size=9)
-    answers = []
+    model, answers = build_model(kind, vocab_size=9), []
     for text in ("w3 w44", "w3 w8"):
-        asked = [(each, {"until": ["w2"], "max_gen_toks": 5}) for each in ("w5", text, "w3 w4 w5")]
-        requests = [Instance("generate_until", {}, pair, 0, metadata=("question", 0, 1)) for pair in asked]
-        tokenizer = word_tokenizer(pad_token="w66")
-        scorer = DCFormerLM(model.eval(), tokenizer=tokenizer, oov_policy="clamp", batch_size=2)
-        answers.append(scorer.generate_until(requests, disable_tqdm=True))
+        asked = instances([(each, {"until": ["w2"], "max_gen_toks": 5}) for each in ("w5", text, "w3 w4 w5")])
+        scorer = DCFormerLM(model, tokenizer=word_tokenizer(pad_token="w66"), oov_policy="clamp", batch_size=2)
+        answers.append(scorer.generate_until(asked, disable_tqdm=True))
     assert answers[0] == answers[1] and len(set(answers[0])) > 1
     model.set_output_embeddings(torch.nn.Linear(1, 8))
     assert prefixes.Scorer(model, shares=False).rows == 8  # what it can read and predict
@@ -393,10 +365,9 @@ def answers_of(scorer, requests):
     return torch.tensor([value for value, _ in answers]), [greedy for _, greedy in answers]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_scores_are_those_of_whole_inputs(name):
-    torch.manual_seed(0)
-    model, requests = MODELS[name]().eval(), questions()
+@pytest.mark.parametrize("kind", ["dcformer", "dcpythia", "grouped_query_attention", LEARNED, "gpt_neox", "llama"])
+def test_scores_are_those_of_whole_inputs(kind):
+    model, requests = build_model(kind), questions()
     expected, greedy = answers_of(scorer_of(model, shared_prefixes=False, batch_size=8), requests)
     for batch_size in (1, 8):
         scorer = scorer_of(model, batch_size=batch_size)
@@ -408,11 +379,9 @@ def test_scores_are_those_of_whole_inputs(name):
 
 
 def test_models_whose_cache_is_not_tested_or_whose_angles_depend_on_the_length_share_nothing():
-    torch.manual_seed(0)
-    opt = OPTForCausalLM(OPTConfig(**SHAPE, ffn_dim=64, word_embed_proj_dim=32, init_std=0.3))
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16}
-    for model in (opt, llama(rope_parameters=dynamic)):
-        scorer, requests = scorer_of(model.eval(), batch_size=1), questions(4)
+    for model in (build_model("opt"), build_model("llama", rope_parameters=dynamic)):
+        scorer, requests = scorer_of(model, batch_size=1), questions(4)
         harness = HFLM(model, tokenizer=scorer.tokenizer, backend="causal", batch_size=1, max_length=POSITIONS)
         expected = harness._loglikelihood_tokens(requests, disable_tqdm=True)
         assert answers_of(scorer, requests)[0].tolist() == pytest.approx([value for value, _ in expected], abs=1e-4)

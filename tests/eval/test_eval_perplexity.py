@@ -28,6 +28,17 @@ def model():
     return tiny_model(vocab_size=50304, max_position_embeddings=WINDOW)
 
 
+@pytest.fixture(scope="module", params=["plain", "appending"])
+def reader(request, tokenizer):
+    """The tokenizer, and one that appends an end of text, which changes no count and no score."""
+    if request.param == "plain":
+        return tokenizer
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    appending = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", add_eos_token=True)
+    assert appending("heads")["input_ids"] == [*tokenizer("heads")["input_ids"], END_OF_TEXT]
+    return appending
+
+
 def write_lines(folder, name, rows):
     file = folder / name
     file.parent.mkdir(exist_ok=True)
@@ -80,9 +91,9 @@ def test_streams_of_the_sample_have_about_64_windows(data_dir, tokenizer):
     assert sum(streams["n_tokens"]) == 354_678 + 20  # and one end-of-text token for each document
 
 
-def test_perplexity_equals_a_plain_loop_over_windows(model, tokenizer, data_dir):
+def test_perplexity_equals_a_plain_loop_over_windows(model, tokenizer, reader, data_dir):
     task = "dcformer_wikitext2_ppl"
-    output = evaluate(model, tokenizer, task, {"data_dir": data_dir, "subset": 2, "windows": 5})
+    output = evaluate(model, reader, task, {"data_dir": data_dir, "subset": 2, "windows": 5})
     (sample,) = output["samples"][task]
     ids = tokenizer(sample["doc"]["text"])["input_ids"]
     assert len(ids) == 5 * WINDOW
@@ -95,21 +106,6 @@ def test_perplexity_equals_a_plain_loop_over_windows(model, tokenizer, data_dir)
     n_bytes = len(sample["doc"]["text"].replace("<|endoftext|>", "").encode())
     assert math.log(results["token_perplexity,none"]) == pytest.approx(total / len(ids), abs=1e-4)
     assert results["bits_per_byte,none"] == pytest.approx(total / n_bytes / math.log(2), abs=1e-4)
-
-
-def test_an_end_of_text_that_the_tokenizer_appends_changes_no_count_and_no_score(model, tokenizer, data_dir, tmp_path):
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    appending = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", add_eos_token=True)
-    assert appending("heads")["input_ids"] == [*tokenizer("heads")["input_ids"], END_OF_TEXT]
-    write_lines(tmp_path, "flan/part.jsonl", [{"inputs": "Is water wet? Answer:", "targets": "Yes, it is."}])
-    for task, metadata in (
-        ("dcformer_wikitext2_ppl", {"data_dir": data_dir, "subset": 2, "windows": 5}),
-        ("dcformer_flan_ppl", {"data_dir": str(tmp_path)}),
-    ):
-        ours, expected = (evaluate(model, reader, task, metadata) for reader in (appending, tokenizer))
-        assert ours["results"] == expected["results"]
-        documents = ([sample["doc"] for sample in output["samples"][task]] for output in (ours, expected))
-        assert next(documents) == next(documents)
 
 
 @pytest.mark.parametrize("adds_bos", [None, True, False])
@@ -132,7 +128,7 @@ def test_packed_texts_and_examples_begin_as_with_the_harness(adds_bos, tmp_path)
         assert math.log(first) == pytest.approx(math.log(second), rel=1e-6)
 
 
-def test_flan_equals_plain_forward_passes(model, tokenizer, tmp_path, caplog):
+def test_flan_equals_plain_forward_passes(model, tokenizer, reader, tmp_path, caplog):
     examples = [
         {"inputs": "Is water wet? Answer:\n", "targets": "Yes, it is."},
         {"inputs": "Count.  " + "one two three four " * 30, "targets": " five"},
@@ -140,15 +136,15 @@ def test_flan_equals_plain_forward_passes(model, tokenizer, tmp_path, caplog):
         {"inputs": "Too long", "targets": "word " * (WINDOW + 1)},
     ]
     write_lines(tmp_path, "flan/part.jsonl", examples)
-    output = evaluate(model, tokenizer, "dcformer_flan_ppl", {"data_dir": str(tmp_path)})
+    output = evaluate(model, reader, "dcformer_flan_ppl", {"data_dir": str(tmp_path)})
     total = count = 0
     for example in examples[:2]:
         context = tokenizer(example["inputs"].strip())["input_ids"]
         targets = tokenizer(" " + example["targets"].strip())["input_ids"]
         total += loss(model, (context + targets)[-WINDOW - 1 : -1], targets)
         count += len(targets)
-    perplexity_of_targets = output["results"]["dcformer_flan_ppl"]["token_perplexity,none"]
-    assert math.log(perplexity_of_targets) == pytest.approx(total / count, abs=1e-4)
+    measured = output["results"]["dcformer_flan_ppl"]["token_perplexity,none"]
+    assert math.log(measured) == pytest.approx(total / count, abs=1e-4)
     assert [sample["doc"]["n_tokens"] for sample in output["samples"]["dcformer_flan_ppl"]] == [5, 1]
     assert "leaves out 2 of 4 examples" in caplog.text
 
