@@ -41,22 +41,17 @@ def hits(accuracy, count=200, shift=0):
 
 
 def as_samples(values, metric="acc", name="document"):
-    return [
-        {"doc_id": index, "doc_hash": f"{name} {index}", "metrics": {metric: value}}
-        for index, value in enumerate(values)
-    ]
+    numbered = enumerate(values)
+    return [{"doc_id": n, "doc_hash": f"{name} {n}", "metrics": {metric: value}} for n, value in numbered]
 
 
 def write_accuracy(output, model, task, accuracy, shots=0, count=200, documents=None, shift=0, flipped=0, **settings):
     """A record of `count` documents, of which the nearest number to the accuracy and `flipped` more are right."""
-    right = (round(accuracy * count) + flipped) / count
+    right, observed = (round(accuracy * count) + flipped) / count, settings.pop("observed", {})
     samples = as_samples(hits(right, count, shift).tolist(), name=settings.pop("name", task))
     metrics = {"acc": {"value": right, "stderr": accuracy_stderr(right, count) if count > 1 else None}}
-    documents = documents or count
-    limit = None if documents == count else count
-    observed = settings.pop("observed", {})
-    record = Record(model, task, shots, metrics, count, documents, limit, {**SETTINGS, **settings}, observed)
-    write_record(output, record, samples)
+    counts = (count, documents or count, count if documents else None)
+    write_record(output, Record(model, task, shots, metrics, *counts, {**SETTINGS, **settings}, observed), samples)
 
 
 def write_table4(output, model, accuracies, count=200, **options):
@@ -72,26 +67,22 @@ def write_authors(output, model, seed, texts=60):
     log_likelihoods = -generator.gamma(2.0, 1.0, size=(6, texts))
     tokens = np.where(np.arange(6 * texts).reshape(6, texts) % 4, 1, 2)
     question = {"subject": "persons", "pattern": "p", "transformation": "object->superclass", "task": "task0"}
+    metrics = ("acc", "token_perplexity", "answer_perplexity")
     context = "\n< Ruth has a sweater. Steven has a taxi. Ruth has a handgun. >. Ruth does not have a kind of"
     for row, shots in enumerate(range(2, 8)):
         samples = [
             {
                 "doc_id": text,
                 "doc_hash": f"{shots} {text}",
-                "metrics": {
-                    "acc": float(value > -1),
-                    "token_perplexity": [value, int(count)],
-                    "answer_perplexity": [value, 1],
-                },
+                "metrics": dict(zip(metrics, (float(value > -1), [value, int(count)], [value, 1]))),
                 "requests": [{"context": context, "continuation": " vehicle"}],
                 "fields": {"document": text, "shots": shots, **question},
             }
             for text, (value, count) in enumerate(zip(log_likelihoods[row].tolist(), tokens[row]))
         ]
-        values = {metric: metric_and_stderr(samples, metric) for metric in samples[0]["metrics"]}
-        metrics = {metric: dict(zip(("value", "stderr"), pair)) for metric, pair in values.items()}
+        values = {name: dict(zip(("value", "stderr"), metric_and_stderr(samples, name))) for name in metrics}
         task = f"head_tasks_authors_k{shots}"
-        write_record(output, Record(model, task, 0, metrics, texts, texts, None, SETTINGS), samples)
+        write_record(output, Record(model, task, 0, values, texts, texts, None, SETTINGS), samples)
     return log_likelihoods, tokens
 
 
@@ -142,9 +133,7 @@ def test_p_value_of_accuracies_is_of_the_exact_sign_test_and_their_interval_the_
     second = first.copy()
     first[: wins + losses] = np.arange(wins + losses) < wins
     second[: wins + losses] = 1 - first[: wins + losses]
-    samples, others = as_samples(first.tolist()), as_samples(second.tolist())
-    measured = paired_difference(samples, others, "acc", task="x")
-    total = wins + losses
+    measured, total = paired_difference(as_samples(first), as_samples(second), "acc", task="x"), wins + losses
     tail = sum(math.comb(total, few) for few in range(min(wins, losses) + 1)) / 2**total
     assert (measured.wins, measured.losses, measured.documents) == (wins, losses, documents)
     assert measured.p_value == pytest.approx(min(1, 2 * tail))
@@ -168,15 +157,9 @@ def test_documents_are_matched_by_hash_and_occurrence_and_must_be_the_same():
 
 
 def test_mean_of_tasks_is_unweighted_and_resampled_in_each():
-    tasks = {
-        name: (as_samples(hits(first, count)), as_samples(hits(second, count, shift=5)))
-        for name, first, second, count in (("small", 0.6, 0.5, 100), ("large", 0.7, 0.7, 3000))
-    }
-    measured = paired_mean_difference(tasks, "acc")
-    errors = []
-    for first, second in tasks.values():
-        pairs = [a["metrics"]["acc"] - b["metrics"]["acc"] for a, b in zip(first, second)]
-        errors.append(np.std(pairs) / math.sqrt(len(pairs)))
+    pairs = {"small": (hits(0.6, 100), hits(0.5, 100, 5)), "large": (hits(0.7, 3000), hits(0.7, 3000, 5))}
+    measured = paired_mean_difference({name: [*map(as_samples, pair)] for name, pair in pairs.items()}, "acc")
+    errors = [np.std(first - second) / math.sqrt(len(first)) for first, second in pairs.values()]
     assert measured.value == pytest.approx(0.05)
     assert (measured.high - measured.low) / 2 == pytest.approx(1.96 * mean_stderr(errors), rel=0.05)
 
@@ -237,19 +220,16 @@ def test_published_numbers_are_those_of_the_sources(fixtures):
             assert value == pytest.approx(published.paper_accuracies(row, int(shots))[task], abs=5.1e-4)
 
 
-def test_the_last_part_of_a_models_name_is_its_row():
-    for model, row in (
-        ("EleutherAI/pythia-12b", "Pythia-12B"),
-        ("Caiyun-AI/DCFormer-2.8B", "DCFormer++2.8B"),
-        ("/anywhere/DCPythia-6.9B/", "DCPythia-6.9B"),
-        ("EleutherAI/pythia-2.8b-deduped", None),
-    ):
-        assert published.paper_row(model) == row
-    rows = {"runs/best": "Pythia-12B", "mine/pythia-2.8b": "none"}
-    assert published.paper_row("runs/best/", rows) == "Pythia-12B"
-    assert published.paper_row("mine/pythia-2.8b", rows) is None
+def test_the_last_part_of_a_models_name_is_its_row_and_paths_are_shortened_as_far_as_they_differ():
+    models = ["EleutherAI/pythia-12b", "Caiyun-AI/DCFormer-2.8B", "/anywhere/DCPythia-6.9B/"]
+    rows = ["Pythia-12B", "DCFormer++2.8B", "DCPythia-6.9B", None]
+    assert [*map(published.paper_row, [*models, "EleutherAI/pythia-2.8b-deduped"])] == rows
+    given = {"runs/best": "Pythia-12B", "mine/pythia-2.8b": "none"}
+    assert [published.paper_row(model, given) for model in ("runs/best/", "mine/pythia-2.8b")] == ["Pythia-12B", None]
     with pytest.raises(ValueError, match="'Pythia-3B'"):
         published.paper_row("runs/best", {"runs/best": "Pythia-3B"})
+    names = short_names(["/a/one/model", "/a/two/model", "./other", "Org/name"])
+    assert list(names.values()) == ["one/model", "two/model", "other", "Org/name"]
 
 
 # The control
@@ -273,15 +253,12 @@ def test_published_accuracies_pass_the_control_and_those_of_others_do_not(row, t
     assert failed.startswith("CONTROL FAILED") and failed.count("instead of") > 6
 
 
-@pytest.mark.parametrize("flipped", [3, 4])
-def test_three_documents_may_differ_and_one_more_may_not(flipped, tmp_path):
+def test_three_documents_may_differ_and_one_more_may_not_nor_all_columns_to_one_side(tmp_path):
     write_table4(tmp_path, PYTHIA, published_of("Pythia-2.8B"), count=None)
-    write_accuracy(tmp_path, PYTHIA, "logiqa", published_of("Pythia-2.8B")["logiqa"], count=651, flipped=flipped)
-    (banner,) = build_report(tmp_path).banners
-    assert ("FAILED" in banner and "logiqa" in banner) == (flipped == 4), banner
-
-
-def test_columns_that_all_deviate_to_one_side_fail_by_their_average(tmp_path):
+    for flipped in (3, 4):
+        write_accuracy(tmp_path, PYTHIA, "logiqa", published_of("Pythia-2.8B")["logiqa"], count=651, flipped=flipped)
+        (banner,) = build_report(tmp_path).banners
+        assert ("FAILED" in banner and "logiqa" in banner) == (flipped == 4), banner
     for task in TABLE4_COLUMNS:
         count = source_of(task).count
         held = published.control("Pythia-2.8B", task, 0, count, count)
@@ -395,24 +372,20 @@ def test_every_format_holds_the_same_numbers_and_sentences(compared, report, tmp
         assert number["value"] == pytest.approx(rows.value[tuple(number[name] for name in rows.index.names)], rel=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
+def test_notes_say_what_cannot_be_compared_and_how_ids_and_lengths_were_handled(tmp_path):
+    write_accuracy(tmp_path, PYTHIA, "piqa", 0.7, observed={"oov_documents": 19, "truncated_documents": 7})
+    clamped = f"{PYTHIA}: oov_policy clamp (a token id without an embedding row is read as the last row)"
+    for change, reason in (
         ({"dtype": "bfloat16"}, "dtype is bfloat16 for the former and float32 for the latter"),
         ({"task_version": 2.0}, "task_version"),
         ({"count": 100}, "different documents"),
         ({"name": "other"}, "different documents"),
-    ],
-)
-def test_notes_say_what_cannot_be_compared_and_how_ids_and_lengths_were_handled(change, reason, tmp_path):
-    write_accuracy(tmp_path, PYTHIA, "piqa", 0.7, observed={"oov_documents": 19, "truncated_documents": 7})
-    write_accuracy(tmp_path, DCPYTHIA, "piqa", 0.8, **change)
-    report = build_report(tmp_path, baseline=PYTHIA, resamples=RESAMPLES)
-    assert math.isnan(row_of(report, DCPYTHIA, "piqa").delta)
-    notes = "\n".join(report.notes)
-    clamped = f"{PYTHIA}: oov_policy clamp (a token id without an embedding row is read as the last row)"
-    for sentence in (reason, clamped, "beyond the embedding: 19 of piqa", "cut from the left: 7 of piqa"):
-        assert sentence in notes
+    ):
+        write_accuracy(tmp_path, DCPYTHIA, "piqa", 0.8, **change)
+        report = build_report(tmp_path, baseline=PYTHIA, resamples=RESAMPLES)
+        assert math.isnan(row_of(report, DCPYTHIA, "piqa").delta)
+        for sentence in (reason, clamped, "beyond the embedding: 19 of piqa", "cut from the left: 7 of piqa"):
+            assert sentence in "\n".join(report.notes)
 
 
 def test_a_single_document_has_no_interval_and_the_report_says_so(tmp_path):
@@ -431,27 +404,19 @@ def test_a_single_document_has_no_interval_and_the_report_says_so(tmp_path):
     assert (measured.low, measured.high, measured.p_value) == pytest.approx((1.0, 1.0, 0.5))
 
 
-OTHERS = {
-    "other documents than the published ones": {"as_known": False, "source": "files of --data-dir"},
-    "not known to be the published ones": {"as_known": None, "source": "files of --data-dir"},
-    "of another split": {"as_known": None, "source": "allenai/sciq", "stands_in_for": "test"},
-}
-
-
-@pytest.mark.parametrize("words", OTHERS)
-def test_results_of_other_documents_and_windows_are_named(words, tmp_path):
-    write_accuracy(tmp_path, PYTHIA, "sciq", 0.5, shots=5, observed={"documents": OTHERS[words]})
+def test_results_of_other_documents_and_windows_are_named(tmp_path):
     write_accuracy(tmp_path, PYTHIA, "piqa", 0.5, observed={"documents": {"as_known": True}}, max_length=128)
     write_accuracy(tmp_path, PYTHIA, "wikitext2_ppl", 0.5, max_length=128)
-    named = [note for note in build_report(tmp_path).notes if "documents" in note or "windows" in note]
-    documents, windows = sorted(named, key=lambda note: "windows" in note)
-    assert words in documents and documents.endswith(": sciq 5-shot.")
-    assert windows.startswith(f"{PYTHIA}: windows of 128 tokens") and windows.endswith(": wikitext2_ppl 0-shot.")
-
-
-def test_paths_are_shortened_as_far_as_they_differ():
-    names = short_names(["/a/one/model", "/a/two/model", "./other", "Org/name"])
-    assert list(names.values()) == ["one/model", "two/model", "other", "Org/name"]
+    for words, observed in {
+        "other documents than the published ones": {"as_known": False, "source": "files of --data-dir"},
+        "not known to be the published ones": {"as_known": None, "source": "files of --data-dir"},
+        "of another split": {"as_known": None, "source": "allenai/sciq", "stands_in_for": "test"},
+    }.items():
+        write_accuracy(tmp_path, PYTHIA, "sciq", 0.5, shots=5, observed={"documents": observed})
+        named = [note for note in build_report(tmp_path).notes if "documents" in note or "windows" in note]
+        documents, windows = sorted(named, key=lambda note: "windows" in note)
+        assert words in documents and documents.endswith(": sciq 5-shot.")
+        assert windows.startswith(f"{PYTHIA}: windows of 128 tokens") and windows.endswith(": wikitext2_ppl 0-shot.")
 
 
 def test_the_plot_is_written_and_always_the_same(compared, report, tmp_path):
@@ -467,7 +432,6 @@ def test_the_plot_is_written_and_always_the_same(compared, report, tmp_path):
 
 def test_texts_are_pooled_where_first_tokens_are_known_for_some_shots_only():
     fields = {"fields": {"document": 0}, "doc_hash": "x"}
-    metrics = {"acc": 1.0}, {"acc": 0.0, "acc_first_token": 1.0}
-    for first, second in (metrics, metrics[::-1]):
-        (text,) = by_text([{**fields, "metrics": first}, {**fields, "metrics": second}])
-        assert text["metrics"] == {"acc": (1.0, 2)}
+    samples = [{**fields, "metrics": each} for each in ({"acc": 1.0}, {"acc": 0.0, "acc_first_token": 1.0})]
+    for ordered in (samples, samples[::-1]):
+        assert [text["metrics"] for text in by_text(ordered)] == [{"acc": (1.0, 2)}]

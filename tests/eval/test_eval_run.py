@@ -40,14 +40,6 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def few_rows(fixtures, tmp_path_factory):
-    """Of 50,257 rows, as the released models."""
-    folder = str(tmp_path_factory.mktemp("few_rows"))
-    save_model(folder, "dcformer", 50257, fixtures)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Eight documents of two tasks."""
     folder = tmp_path_factory.mktemp("data")
@@ -63,8 +55,8 @@ def data(tmp_path_factory):
 @pytest.fixture
 def start(model, data, tmp_path):
     def start(*models, output="out", **options):
-        settings = {"tasks": "piqa,sciq", "dtype": "float32", "device": "cpu", "data_dir": data, **options}
-        return evaluate(list(models) or model, output=tmp_path / output, **settings)
+        settings = {"tasks": "piqa,sciq", "dtype": "float32", "device": "cpu", "data_dir": data}
+        return evaluate(**{"models": list(models) or model, "output": tmp_path / output, **settings, **options})
 
     return start
 
@@ -156,18 +148,19 @@ def test_a_damaged_result_is_named_and_its_task_run_again(name, damage, start, t
     assert str(path) in message and "has to run again" in message
 
 
-@pytest.mark.parametrize("task", ["../evil", "/evil", "..", "sciq"])
-def test_a_record_names_no_other_file(task, start, tmp_path):
+def test_a_record_names_no_other_file(start, tmp_path):
     """With the right SHA-256, as an attacker would write it to have another file read."""
     start(tasks="piqa")
     (path,) = (tmp_path / "out").rglob("piqa-0shot.json")
-    content = json.loads(path.read_text().replace("dcformer_piqa", f"dcformer_{task}"))
-    del content["sha256"]
-    if task == "../evil":
-        path = path.rename(path.with_name("evil-0shot.json"))
-    path.write_text(json.dumps({**content, "sha256": json_digest({**content, "timings": None})}))
-    with pytest.raises(ValueError, match=rf"{path.name}' is a copy of '{task}"):
-        read_records(tmp_path / "out")
+    text = path.read_text()
+    for task in ("sciq", "/evil", "..", "../evil"):
+        content = json.loads(text.replace("dcformer_piqa", f"dcformer_{task}"))
+        del content["sha256"]
+        if task == "../evil":
+            path = path.rename(path.with_name("evil-0shot.json"))
+        path.write_text(json.dumps({**content, "sha256": json_digest({**content, "timings": None})}))
+        with pytest.raises(ValueError, match=rf"{path.name}' is a copy of '{task}"):
+            read_records(tmp_path / "out")
 
 
 def test_every_model_has_a_folder_of_its_own_below_the_results(tmp_path):
@@ -210,7 +203,9 @@ def test_a_run_continues_to_the_same_files_after_an_interruption(moment, start, 
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_an_id_beyond_the_vocabulary_stops_the_run_and_keeps_what_is_finished(few_rows, data, tmp_path, start):
+def test_an_id_beyond_the_vocabulary_stops_the_run_and_keeps_what_is_finished(fixtures, data, tmp_path, start):
+    few_rows = str(tmp_path / "few_rows")
+    save_model(few_rows, "dcformer", 50257, fixtures)  # of as many rows as the released models
     spaced = shutil.copytree(data, tmp_path / "spaced")
     row = {"goal": "Goal  two", "sol1": "a", "sol2": "b", "label": 0}
     datasets.Dataset.from_list([row] * 3).to_parquet(spaced / "piqa" / "validation.parquet")
@@ -234,40 +229,37 @@ def test_the_default_clamps_ids_without_a_row_if_all_are_runs_of_spaces(token, p
     assert record.settings["tokenizer"] == fingerprint_tokenizer(tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"limit": 0}, "got 0"),
-        ({"max_length": 65}, "got 65"),
-        ({"tasks": "pile_ppl"}, "--max-length 64"),
-        ({"num_fewshot": 8}, "got 8"),
-        ({"engine": "jax"}, "'jax'"),
-        ({"data_hash": {"boolq": "any"}}, "boolq"),
-        ({"data_hash": {"piqa": "sha256:" + 64 * "0"}}, "sha256:0000"),
-        ({"oov_policy": "wrap"}, "'wrap'"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_what_would_be_silently_wrong_is_refused_before_anything_is_computed(options, words, start, monkeypatch):
+WRONG = {
+    "got 0": {"limit": 0},
+    "got 65": {"max_length": 65},
+    "--max-length 64": {"tasks": "pile_ppl"},
+    "got 8": {"num_fewshot": 8},
+    "'jax'": {"engine": "jax"},
+    "boolq": {"data_hash": {"boolq": "any"}},
+    "sha256:0000": {"data_hash": {"piqa": "sha256:" + 64 * "0"}},
+    "'wrap'": {"oov_policy": "wrap"},
+    "models": {"models": []},
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_would_be_silently_wrong_is_refused_before_anything_is_computed(words, start, monkeypatch):
     monkeypatch.setattr(run, "_build_scorer", lambda *_: pytest.fail("a model was loaded"))
     with pytest.raises(ValueError, match=words):
-        start(**options)
+        start(**WRONG[words])
 
 
 def test_models_without_some_weights_or_with_nan_are_refused(model, tmp_path, start):
     from safetensors.torch import load_file, save_file
 
-    for name, words in (("lack", "lack"), ("nan", "not a number")):
-        folder = shutil.copytree(model, tmp_path / name)
-        weights = load_file(folder / "model.safetensors")
-        first = next(key for key in weights if "mlp" in key)
-        if name == "nan":
-            weights[first][:] = float("nan")
-        else:
-            del weights[first]
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    folder = shutil.copytree(model, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    name = next(key for key in weights if "mlp" in key)
+    broken = weights | {name: weights.pop(name).fill_(float("nan"))}
+    for kept, words in ((weights, "lack"), (broken, "not a number")):
+        save_file(kept, folder / "model.safetensors", {"format": "pt"})
         with pytest.raises(ValueError, match=words):
-            start(str(folder), tasks="piqa", output=name)
+            start(str(folder), tasks="piqa")
 
 
 def test_files_of_others_and_a_running_evaluation_are_not_overwritten(start, model, tmp_path):
@@ -276,17 +268,16 @@ def test_files_of_others_and_a_running_evaluation_are_not_overwritten(start, mod
     with file_lock(path.parent / ".lock"), pytest.raises(ValueError, match=r"\.lock"):
         start(tasks="piqa")
     (record,) = read_records(tmp_path / "out")
+    others = {"not a result": '{"mine": 1}'}
     for another in (model.strip("/").replace("/", "__"), "another"):
         other = records.write_record(tmp_path / "others", dataclasses.replace(record, model=another), [])
-        path.write_bytes(other.read_bytes())
-        records.samples_path(path).write_text("")
-        with pytest.raises(ValueError, match=f"'{another}'.*give another output"):
+        others[f"'{another}'.*give another output"] = other.read_text()
+    records.samples_path(path).write_text("")
+    for words, content in others.items():
+        path.write_text(content)
+        with pytest.raises(ValueError, match=words):
             start(tasks="piqa")
-        assert path.read_bytes() == other.read_bytes()
-    path.write_text('{"mine": 1}')
-    with pytest.raises(ValueError, match="not a result"):
-        start(tasks="piqa")
-    assert path.read_text() == '{"mine": 1}'
+        assert path.read_text() == content
     (tmp_path / "file").write_text("mine")
     with pytest.raises(OSError, match="file"):
         start(tasks="piqa", output="file")
@@ -307,11 +298,15 @@ def test_models_with_similar_names_have_results_of_their_own(start, model, tmp_p
     assert not (tmp_path / "clash").exists()
 
 
+def call(*arguments):
+    return CliRunner().invoke(app, [*map(str, arguments)])
+
+
 def test_two_models_are_compared_on_head_tasks(tmp_path, data_dir):
     baseline = ANSWERS.replace("models/dcformer", "models/transformer")
-    arguments = [ANSWERS, "--baseline", baseline, "--data-dir", data_dir]
-    arguments += ["--suite", "head_tasks", "--limit", "2", "--device", "cpu"]
-    result = CliRunner().invoke(app, ["eval", *arguments, "--output", str(tmp_path)])
+    command = ["eval", ANSWERS, "--baseline", baseline, "--data-dir", data_dir]
+    command += ["--suite", "head_tasks", "--limit", "2", "--device", "cpu"]
+    result = call(*command, "--output", tmp_path)
     assert result.exit_code == 0, result.output
     made = read_records(tmp_path)
     assert {record.model for record in made} == {ANSWERS, baseline} and len(made) == 14
@@ -319,26 +314,23 @@ def test_two_models_are_compared_on_head_tasks(tmp_path, data_dir):
     for words in ("Δ to transformer", "K=7", "all K", "pattern", "transformation", "blind choice"):
         assert words in result.output
     assert made[0].timings["cached_tokens"] > 0.7 * made[0].timings["input_tokens"]
-    generated = CliRunner().invoke(app, ["eval", *arguments, "--no-authors", "--output", str(tmp_path / "generated")])
+    generated = call(*command, "--no-authors", "--output", tmp_path / "generated")
     assert generated.exit_code == 0 and len(read_records(tmp_path / "generated")) == 2, generated.output
-    told = CliRunner().invoke(app, ["report", str(tmp_path), "--format", "json"])
+    told = call("report", tmp_path, "--format", "json")
     assert told.exit_code == 0 and json.loads(told.output)["numbers"]
-    with pytest.raises(ValueError, match="models"):
-        evaluate([], output=tmp_path, tasks="piqa")
 
 
 def test_commands(data, model, tmp_path):
     base = ["eval", model, "--tasks", "piqa", "--data-dir", data, "--dtype", "float32", "--device", "cpu"]
-    result = CliRunner().invoke(app, [*base, "--num-fewshot", "0,2", "--output", str(tmp_path)])
+    result = call(*base, "--num-fewshot", "0,2", "--output", tmp_path)
     assert result.exit_code == 0 and "2-shot" in result.output
-    wrong = CliRunner().invoke(app, [*base, "--num-fewshot", "0,a"])
+    wrong = call(*base, "--num-fewshot", "0,a")
     assert wrong.exit_code == 1 and "must be numbers such as 0,5, got '0,a'" in wrong.output
-    listed = CliRunner().invoke(app, ["tasks"])
-    assert listed.exit_code == 0 and "head_tasks_authors_k7" in listed.output
-    folder = CliRunner().invoke(app, ["tasks", "--folder"]).output.strip()
-    assert os.path.isfile(f"{folder}/dcformer_piqa.yaml")
-    wrong = CliRunner().invoke(app, [*base, "--data-hash", "piqa", "--output", str(tmp_path)])
+    wrong = call(*base, "--data-hash", "piqa", "--output", tmp_path)
     assert wrong.exit_code == 1 and "--data-hash" in wrong.output
+    listed = call("tasks")
+    assert listed.exit_code == 0 and "head_tasks_authors_k7" in listed.output
+    assert os.path.isfile(f"{call('tasks', '--folder').output.strip()}/dcformer_piqa.yaml")
 
 
 def test_a_task_is_added_by_its_file_alone(start, data, tmp_path, monkeypatch):
@@ -349,11 +341,11 @@ def test_a_task_is_added_by_its_file_alone(start, data, tmp_path, monkeypatch):
     file.write_text(
         f"# which way is better\ntask: dcformer_ways\n{read}output_type: multiple_choice\n{ways}doc_to_text: goal"
     )
-    listed = CliRunner().invoke(app, ["tasks"]).output
+    listed = call("tasks").output
     assert "ways" in listed and "which way is better" in listed
     (first, second) = start(tasks="ways", num_fewshot=(0, 2))
     assert (first.num_documents, second.num_fewshot) == (8, 2)
-    assert CliRunner().invoke(app, ["report", str(tmp_path / "out")]).exit_code == 0
+    assert call("report", tmp_path / "out").exit_code == 0
     file.write_text(file.read_text().replace("text: goal", "text: 'Goal: {{goal}}'"))
     assert start(tasks="ways")[0].settings["data"] != first.settings["data"]  # and not reused
     file.write_text("include: column.yaml\ntask: dcformer_ways\ndataset_kwargs: {column: ways}\n")
@@ -365,9 +357,6 @@ def test_lm_evals_own_command_reads_our_models(model, tmp_path, monkeypatch):
     """With a task of the user's own."""
     import lm_eval.evaluator
     import lm_eval.tasks
-
-    def call(*arguments):
-        return CliRunner().invoke(app, ["lm-eval", *arguments])
 
     monkeypatch.setattr(sys, "argv", sys.argv)
     # To index lm-eval's own tasks, and to describe the machine, takes seconds.
@@ -381,19 +370,19 @@ def test_lm_evals_own_command_reads_our_models(model, tmp_path, monkeypatch):
     questions = [{"text": f"Question {n}", "choice": [" one", " two"], "target": n % 2} for n in range(5)]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
     tokenizer, answers = AutoTokenizer.from_pretrained(model), []
-    options = ["--tasks", "own", "--include_path", str(tmp_path), "--device", "cpu", "--log_samples", "--output_path"]
+    options = ["--tasks", "own", "--include_path", tmp_path, "--device", "cpu", "--log_samples", "--output_path"]
     for kind, name, start in (("dcpythia", "hf", []), ("dcformer", "hf", ["run"]), ("dcformer", "dcformer", ["run"])):
-        folder, output = str(tmp_path / kind), tmp_path / kind / name
+        folder, output = tmp_path / kind, tmp_path / kind / name
         # The authors' names of parameters, as in their files.
         tiny_model(kind, seed=0, vocab_size=len(tokenizer)).save_pretrained(folder, save_original_format=True)
         tokenizer.save_pretrained(folder)
-        result = call(*start, "--model", name, "--model_args", f"pretrained={folder}", *options, str(output))
+        result = call("lm-eval", *start, "--model", name, "--model_args", f"pretrained={folder}", *options, output)
         assert result.exit_code == 0 and "|own" in result.output, result.output
         (samples,) = output.rglob("samples_own_*.jsonl")
         lines = sorted(map(json.loads, samples.read_text().splitlines()), key=lambda line: line["doc_id"])
         answers.append([float(answer) for line in lines for ((answer, _),) in line["resps"]])
     assert len(answers[0]) == 10 and answers[2] == pytest.approx(answers[1], rel=1e-5) != answers[0]
-    wrong = call("--model", "dcformer", "--model_args", f"pretrained={tmp_path}", *options, "x")
+    wrong = call("lm-eval", "--model", "dcformer", "--model_args", f"pretrained={tmp_path}", *options, "x")
     assert wrong.exit_code == 1 and "Error: " in wrong.output.splitlines()[-1] and "config.json" in wrong.output
 
 
@@ -469,7 +458,7 @@ def test_two_processes_write_what_one_does(start, model, data, fixtures, tmp_pat
     assert sorted([outcomes.get(), outcomes.get()], key=str) == [0, 3]
     for process in processes:
         process.join(timeout=60)
-    start(model, output="one", **{name: value for name, value in options.items() if name != "models"})
+    start(output="one", **options)
     one, two = contents(tmp_path / "one"), contents(tmp_path / "two")
     assert one.keys() == two.keys()
     for path in filter(lambda path: path.endswith(".json"), one):
