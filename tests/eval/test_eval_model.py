@@ -91,8 +91,11 @@ def loaded(folder):
 
 
 def by_hand(folder, context, continuation, most=64):
-    """Log-probability of the continuation and whether it is greedy, by one plain forward pass without padding."""
-    tokenizer, model = loaded(folder)
+    """
+    Log-probability of the continuation and whether it is greedy, by one plain forward pass without padding, with the
+    tokenizer and the model of a folder, or these themselves.
+    """
+    tokenizer, model = loaded(folder) if isinstance(folder, str) else folder
     spaces = len(context) - len(context.rstrip())
     whole = tokenizer(context + continuation)["input_ids"]
     start = len(tokenizer(context[: len(context) - spaces])["input_ids"])

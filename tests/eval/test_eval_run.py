@@ -388,20 +388,11 @@ def test_lm_evals_own_command_reads_our_models(model, tmp_path, monkeypatch):
 
 WITHOUT = """
 import sys
-from importlib.machinery import PathFinder
 
 # In the order in which the commands import them; each becomes importable after it was asked for.
 reporting, scoring = ["pandas", "scipy", "tabulate", "matplotlib"], ["lm_eval", "datasets", "accelerate"]
-hidden = {*reporting, *scoring, "sklearn"}  # the last asks for scipy, and older Transformers for it
-
-
-class Finder(PathFinder):
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        return None if name.partition(".")[0] in hidden else super().find_spec(name, path, target)
-
-
-sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
+# The last asks for scipy, and older Transformers for it.
+sys.modules.update(dict.fromkeys([*reporting, *scoring, "sklearn"]))
 from typer.testing import CliRunner
 from dcformer.cli import app
 
@@ -412,7 +403,7 @@ for name in [*reporting, *scoring]:
     command = report if name in reporting else ["lm-eval", "ls", "tasks"] if name == "lm_eval" else score
     result = CliRunner().invoke(app, command)
     print(name, result.exit_code, result.stderr.strip().rpartition("\\n")[2])
-    hidden.remove(name)
+    del sys.modules[name]
 """
 
 

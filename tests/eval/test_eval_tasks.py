@@ -20,16 +20,23 @@ pytest.importorskip("lm_eval", reason="the tasks are lm-eval's")
 
 import datasets
 import lm_eval
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.tasks._yaml_loader import load_yaml
+from lm_eval.tasks.race import preprocess_race
+from test_eval_model import by_hand
 
 from dcformer.eval import (
     SUITES,
     TABLE4_COLUMNS,
+    DCFormerLM,
     data,
     find_tasks,
     list_tasks,
     perplexity,
     prompts,
+    run,
     source_of,
+    task_manager,
     tasks_folder,
 )
 from dcformer.eval import head_tasks as tasks_of_heads
@@ -53,11 +60,8 @@ PROMPT_FIELDS = ("doc_to_text", "doc_to_choice", "doc_to_target", "process_docs"
 
 
 def load_group(folder):
-    from lm_eval.tasks import TaskManager
-
     metadata = {"data_dir": str(folder), "pretrained": "one of the model's arguments"}
-    manager = TaskManager(include_path=str(tasks_folder()), include_defaults=False, metadata=metadata)
-    return manager.load(["dcformer_table4"])
+    return task_manager(metadata).load(["dcformer_table4"])
 
 
 @pytest.fixture(scope="module")
@@ -70,17 +74,9 @@ def tasks(group):
     return {name.removeprefix("dcformer_"): task for name, task in group["tasks"].items()}
 
 
-def yaml_of(file):
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    return load_yaml(file)
-
-
 def task_of(name, splits):
     """A task by its definition, but on other documents."""
-    from lm_eval.api.task import ConfigurableTask
-
-    config = yaml_of(tasks_folder() / f"dcformer_{name}.yaml") | {"custom_dataset": lambda **_: splits}
+    config = load_yaml(tasks_folder() / f"dcformer_{name}.yaml") | {"custom_dataset": lambda **_: splits}
     config.pop("dataset_kwargs", None)
     return ConfigurableTask(config=config)
 
@@ -101,9 +97,8 @@ def rendered(task):
     for shots in (0, 5):
         task.set_fewshot_seed(SEED)
         contexts = list(dict.fromkeys(context for context, _ in requests(task, document, shots)))
-        result[f"{shots}_shot"] = [
-            {"sha256": digest(text), "first": text[:120], "last": text[-120:]} for text in contexts
-        ]
+        ends = [{"sha256": digest(text), "first": text[:120], "last": text[-120:]} for text in contexts]
+        result[f"{shots}_shot"] = ends
     result["continuations"] = digest(json.dumps([continuation for _, continuation in requests(task, document, 0)]))
     target = task.doc_to_target(document)
     if isinstance(target, str) and target.isdecimal():
@@ -125,8 +120,8 @@ def test_every_column_scores_all_published_documents_and_renders_the_first_as_st
 
 @pytest.mark.parametrize("column", STOCK)
 def test_seven_columns_have_lm_evals_templates_and_functions(column):
-    stock = yaml_of(Path(lm_eval.tasks.__file__).parent / STOCK[column])
-    ours = yaml_of(tasks_folder() / f"dcformer_{column}.yaml")
+    stock = load_yaml(Path(lm_eval.tasks.__file__).parent / STOCK[column])
+    ours = load_yaml(tasks_folder() / f"dcformer_{column}.yaml")
 
     def comparable(value):
         return value.__code__.co_code if callable(value) else value
@@ -173,13 +168,11 @@ def test_race_is_asked_as_before_version_three():
 
 
 def test_other_prompts_have_the_words_of_lm_eval(tasks):
-    from lm_eval.tasks.race import preprocess_race as stock
-
     for document in tasks["race_high"].eval_docs.select(range(50)):
         theirs = {**document, "problems": repr(document["problems"])}
-        assert prompts.race_context_lm_eval_0_4_13(document) == stock.doc_to_text(theirs)
-        assert prompts.race_choices(document) == stock.doc_to_choice(theirs)
-        assert prompts.race_answer(document) == stock.doc_to_target(theirs)
+        assert prompts.race_context_lm_eval_0_4_13(document) == preprocess_race.doc_to_text(theirs)
+        assert prompts.race_choices(document) == preprocess_race.doc_to_choice(theirs)
+        assert prompts.race_answer(document) == preprocess_race.doc_to_target(theirs)
     for support in ("", " \n"):
         document = {"support": support, "question": "What melts?"}
         assert prompts.sciq_context(document) == "Question: What melts?\nAnswer:"
@@ -372,26 +365,17 @@ def test_the_authors_texts_have_5328_answers_whose_tokens_are_those_of_the_whole
 
 def test_head_tasks_score_what_plain_forward_passes_do():
     """Numbers computed here from logits of whole texts, for accuracy, perplexities and their breakdown."""
-    from dcformer.eval import DCFormerLM, task_manager
-    from dcformer.eval.run import _as_sample
-
     tokenizer = build_tokenizer()
     model = tiny_model(vocab_size=len(tokenizer), max_position_embeddings=512)
     scorer = DCFormerLM(model, tokenizer=tokenizer, max_length=512, on_progress=lambda *_: None)
     loaded = task_manager({"tokenizer": tokenizer, "windows": 4}).load(["dcformer_head_tasks"])
     output = lm_eval.evaluate(scorer, loaded, bootstrap_iters=0)
-    samples = [_as_sample(sample) for sample in output["samples"]["dcformer_head_tasks"]]
+    samples = [run._as_sample(sample) for sample in output["samples"]["dcformer_head_tasks"]]
     questions = held_out_questions(documents=4)
     assert [sample["requests"][0]["continuation"] for sample in samples] == [row["answer"] for row in questions]
-    expected = []
-    for row in questions:
-        context = tokenizer(row["context"])["input_ids"]
-        answer = tokenizer(row["context"] + row["answer"])["input_ids"][len(context) :]
-        with torch.no_grad():
-            logits = model(torch.tensor([context + answer])).logits[0, len(context) - 1 : -1]
-        losses = torch.nn.functional.cross_entropy(logits, torch.tensor(answer), reduction="none")
-        expected.append((losses.sum().item(), len(answer), bool((logits.argmax(-1) == torch.tensor(answer)).all())))
-    loss, tokens, right = (torch.tensor(values).double() for values in zip(*expected))
+    expected = [by_hand((tokenizer, model), row["context"], row["answer"], most=512) for row in questions]
+    loss, right = torch.tensor([(-value, is_greedy) for value, is_greedy in expected]).double().T
+    tokens = torch.tensor([len(tokenizer(row["answer"])["input_ids"]) - 1 for row in questions])  # one begins a text
     summary = tasks_of_heads.head_task_summary(samples)
     assert summary["accuracy"] == right.mean() and summary["answers"] == 32 and summary["documents"] == 4
     assert summary["perplexity"] == pytest.approx(float((loss.mean()).exp()), rel=1e-5)
