@@ -36,10 +36,8 @@ def record(results: Path, folder: Path, task: str, metrics: dict, shots: int = 0
 
 @pytest.fixture
 def model(tmp_path) -> Path:
-    folder = tmp_path / "DCFormer-2.8B"
-    tiny_model().save_pretrained(folder)
-    (folder / "README.md").unlink(missing_ok=True)
-    return folder
+    tiny_model().save_pretrained(tmp_path / "DCFormer-2.8B")
+    return tmp_path / "DCFormer-2.8B"
 
 
 @pytest.fixture
@@ -64,8 +62,8 @@ def results_in(folder: Path) -> list:
     return ModelCard.load(folder / "README.md").data.eval_results
 
 
-def entry_in(file: Path):
-    (entry,) = parse_eval_result_entries(yaml.safe_load(file.read_text()))
+def entry_in(model: Path, name: str):
+    (entry,) = parse_eval_result_entries(yaml.safe_load((model / ".eval_results" / name).read_text()))
     return entry
 
 
@@ -94,7 +92,7 @@ def test_scores_come_into_a_new_card_and_the_files_for_leaderboards(model, resul
     names = {file.name for file in (model / ".eval_results").iterdir()}
     # LogiQA and the authors' texts are no data sets of the Hub.
     assert names == {"piqa-0shot-dcformer.yaml", "piqa-5shot-dcformer.yaml", "pile_ppl-0shot-dcformer.yaml"}
-    entry = entry_in(model / ".eval_results" / "piqa-5shot-dcformer.yaml")
+    entry = entry_in(model, "piqa-5shot-dcformer.yaml")
     assert (entry.dataset_id, entry.task_id, entry.value, entry.source_url) == ("baber/piqa", "default", 55.0, None)
     assert entry.notes.startswith("5-shot, acc in percent, standard error 1.25")
 
@@ -106,7 +104,7 @@ def test_the_papers_figures_name_the_paper_and_a_second_run_changes_nothing(mode
     assert len(papers) == 2 * 11 + 1 and {result.source_url for result in papers} == {PAPER}
     assert (stated["piqa acc, 0-shot"], stated["piqa acc, 5-shot"]) == (73.9, 74.8)
     assert stated["pile_ppl token_perplexity, 0-shot"] == 6.11
-    entry = entry_in(model / ".eval_results" / "piqa-0shot-paper.yaml")
+    entry = entry_in(model, "piqa-0shot-paper.yaml")
     assert (entry.value, entry.source_url, entry.source_name) == (73.9, PAPER, PAPER_NAME)
     assert "| piqa | 0 | acc | 50 ± 1.25 | 73.9 |" in (model / "README.md").read_text()
     before = {path: path.read_bytes() for path in model.rglob("*") if path.is_file()}
@@ -159,11 +157,8 @@ def test_results_of_other_documents_or_windows_are_in_the_text_alone(model, tmp_
     results = tmp_path / "results"
     record(results, model, "piqa", {"acc": 0.5}, documents_of=known, max_length=64)
     record(results, model, "sciq", {"acc": 0.5}, 5, documents_of={**known, "examples": "train"}, seed=7)
-    for task, documents, window in (
-        ("wikitext2_ppl", known, 128),
-        ("wikitext2_ppl", other, 2048),
-        ("logiqa", other, 64),
-    ):
+    marked = [("wikitext2_ppl", known, 128), ("wikitext2_ppl", other, 2048), ("logiqa", other, 64)]
+    for task, documents, window in marked:
         metric = {"acc": 0.25} if task == "logiqa" else {"token_perplexity": 12.5}
         record(results, model, task, metric, documents_of=documents, max_length=window)
         ended = call(model, "--results", results, "--paper-row", "none")

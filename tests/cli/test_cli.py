@@ -42,11 +42,6 @@ def commands():
     return named
 
 
-@pytest.fixture
-def torch_folder(golden):
-    return golden / "B_torch/B1_dcformer_9769ae6"
-
-
 def test_help_of_every_command_explains_every_option_and_imports_nothing_heavy():
     assert call("--version").output.strip() == f"dcformer {dcformer.__version__}"
     for name, command in commands().items():
@@ -92,13 +87,11 @@ def test_what_a_terminal_cannot_show_is_replaced(encoding, monkeypatch):
 @pytest.fixture
 def default_signals():
     """The handlers of a process that was started from a terminal; those in the background ignore some signals."""
-    handlers = dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL) | {
-        signal.SIGINT: signal.default_int_handler
-    }
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    usual = {"SIGINT": signal.default_int_handler, "SIGTERM": signal.SIG_DFL, "SIGHUP": signal.SIG_DFL}
+    before = {name: signal.signal(getattr(signal, name), handler) for name, handler in usual.items()}
     yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    for name, handler in before.items():
+        signal.signal(getattr(signal, name), handler)
 
 
 @pytest.mark.usefixtures("default_signals")
@@ -141,7 +134,7 @@ def test_a_wrong_path_is_one_line_and_a_traceback_with_debug(command, tmp_path):
         call(*words, "--debug", catch_exceptions=False)
 
 
-def test_a_text_that_is_not_utf8_and_a_folder_for_a_file_are_named(tmp_path):
+def test_a_text_that_is_not_utf8_is_named_with_its_line(tmp_path):
     file = tmp_path / "text"
     file.write_bytes(b"int a;\nint caf\xe9;\n")
     for words in (["analyse", "dcformer-tiny", "--data"], ["generate", "dcformer-tiny", "--chat", "--chat-template"]):
@@ -183,7 +176,7 @@ def test_checkpoints_may_be_bundled_models_or_folders_with_similar_names(tmp_pat
     assert call("verify", "new", "transformer-tiny").exit_code == 1
 
 
-def test_maxtext_there_and_back(golden, torch_folder, tmp_path):
+def test_maxtext_there_and_back(golden, tmp_path):
     pytest.importorskip("tensorstore")
     maxtext, model = golden / "A_jax/A1/checkpoints", tmp_path / "model"
     done = call("convert", "maxtext", maxtext, model, "--step", 14000)
@@ -193,7 +186,7 @@ def test_maxtext_there_and_back(golden, torch_folder, tmp_path):
     assert shown["step"] == 14000 and shown["total_bytes"] == sum(array["nbytes"] for array in shown["tensors"])
     done = call("convert", "to-maxtext", model, tmp_path / "run", "--step", 7, "--approximate")
     assert done.exit_code == 0 and "step 7" in done.output
-    different = call("verify", maxtext, torch_folder)
+    different = call("verify", maxtext, golden / "B_torch/B1_dcformer_9769ae6")
     assert different.exit_code == 1 and "different" in different.output
 
 

@@ -204,8 +204,7 @@ def test_a_run_continues_to_the_same_files_after_an_interruption(moment, start, 
 
 
 def test_an_id_beyond_the_vocabulary_stops_the_run_and_keeps_what_is_finished(fixtures, data, tmp_path, start):
-    few_rows = str(tmp_path / "few_rows")
-    save_model(few_rows, "dcformer", 50257, fixtures)  # of as many rows as the released models
+    few_rows = save_model(tmp_path / "few_rows", "dcformer", 50257, fixtures)  # as the released models
     spaced = shutil.copytree(data, tmp_path / "spaced")
     row = {"goal": "Goal  two", "sol1": "a", "sol2": "b", "label": 0}
     datasets.Dataset.from_list([row] * 3).to_parquet(spaced / "piqa" / "validation.parquet")
@@ -418,13 +417,10 @@ def test_without_a_package_of_its_extra_a_command_names_the_extra(start, model, 
     assert all(" 1 Error: " in line and line.count("[eval]") == 1 for line in printed), printed
 
 
-def as_one_of_two(rank, port, outcomes, options):
+def evaluate_as_one_of_two(rank, port, options):
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="127.0.0.1")
-    try:
-        outcomes.put(len(evaluate(**options)))
-    except BaseException as error:
-        outcomes.put(repr(error))
+    assert len(evaluate(**options)) == (0 if rank else 3)
 
 
 def test_two_processes_write_what_one_does(start, model, data, fixtures, tmp_path):
@@ -441,14 +437,13 @@ def test_two_processes_write_what_one_does(start, model, data, fixtures, tmp_pat
     context = multiprocessing.get_context("fork")
     AcceleratorState._reset_state(True)
     PartialState._reset_state()
-    outcomes = context.SimpleQueue()
     given = {**options, "output": str(tmp_path / "two")}
-    processes = [context.Process(target=as_one_of_two, args=(rank, port, outcomes, given)) for rank in range(2)]
+    processes = [context.Process(target=evaluate_as_one_of_two, args=(rank, port, given)) for rank in range(2)]
     for process in processes:
         process.start()
-    assert sorted([outcomes.get(), outcomes.get()], key=str) == [0, 3]
     for process in processes:
         process.join(timeout=60)
+    assert [process.exitcode for process in processes] == [0, 0]
     start(output="one", **options)
     one, two = contents(tmp_path / "one"), contents(tmp_path / "two")
     assert one.keys() == two.keys()

@@ -391,13 +391,12 @@ def not_beyond_30_keys(query, key, value, pre, post, *, mask, dropout):
     return None if key.shape[2] <= 30 else f"it takes 30 keys at most, and there are {key.shape[2]}"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def table(monkeypatch):
     """The table of implementations, as it was again afterwards."""
     monkeypatch.setattr(dcmha, "BACKENDS", dict(dcmha.BACKENDS))
 
 
-@pytest.mark.usefixtures("table")
 def test_an_implementation_from_outside_is_chosen_by_name_in_the_operator_and_in_models():
     register_implementation("doubled", doubled, not_beyond_30_keys)
     inputs = make_inputs(queries=20)
@@ -416,7 +415,6 @@ def test_an_implementation_from_outside_is_chosen_by_name_in_the_operator_and_in
         named(random_tokens(2, 31))
 
 
-@pytest.mark.usefixtures("table")
 def test_what_was_registered_last_is_tried_first_and_the_choice_is_explained():
     register_implementation("doubled", doubled, automatic=not_beyond_30_keys)
     few, many = (make_inputs(queries=4, keys=keys) for keys in (30, 31))
