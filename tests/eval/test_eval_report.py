@@ -68,20 +68,15 @@ def write_authors(output, model, seed, texts=60):
     log_likelihoods = -generator.gamma(2.0, 1.0, size=(6, texts))
     tokens = np.where(np.arange(6 * texts).reshape(6, texts) % 4, 1, 2)
     question = {"subject": "persons", "pattern": "p", "transformation": "object->superclass", "task": "task0"}
-    metrics = ("acc", "token_perplexity", "answer_perplexity")
     context = "\n< Ruth has a sweater. Steven has a taxi. Ruth has a handgun. >. Ruth does not have a kind of"
     for row, shots in enumerate(range(2, 8)):
-        samples = [
-            {
-                "doc_id": text,
-                "doc_hash": f"{shots} {text}",
-                "metrics": dict(zip(metrics, (float(value > -1), [value, int(count)], [value, 1]))),
-                "requests": [{"context": context, "continuation": " vehicle"}],
-                "fields": {"document": text, "shots": shots, **question},
-            }
-            for text, (value, count) in enumerate(zip(log_likelihoods[row].tolist(), tokens[row]))
-        ]
-        values = {name: dict(zip(("value", "stderr"), metric_and_stderr(samples, name))) for name in metrics}
+        samples = as_samples((log_likelihoods[row] > -1).astype(float).tolist(), name=shots)
+        for sample, value, count in zip(samples, log_likelihoods[row].tolist(), tokens[row].tolist()):
+            sample["metrics"] |= {"token_perplexity": [value, count], "answer_perplexity": [value, 1]}
+            sample["requests"] = [{"context": context, "continuation": " vehicle"}]
+            sample["fields"] = {"document": sample["doc_id"], "shots": shots, **question}
+        names, parts = samples[0]["metrics"], ("value", "stderr")
+        values = {name: dict(zip(parts, metric_and_stderr(samples, name))) for name in names}
         task = f"head_tasks_authors_k{shots}"
         write_record(output, Record(model, task, 0, values, texts, texts, None, SETTINGS), samples)
     return log_likelihoods, tokens

@@ -66,11 +66,9 @@ def test_the_whole_table_takes_its_tokens_at_the_measured_rates(finished):
     tokens = {0: 54479, 5: 364735}  # of WinoGrande in benchmarks/results/evaluation_tokens.json
     assert whole["tokens"] == sum(tokens.values()) and whole["share_measured"] == 1
     for method in METHODS:
-        seconds = 0
-        for shots, total in tokens.items():
-            cells = by_method(content, shots)
-            seconds += total / (cells["whole inputs"]["input_tokens"] / cells[method]["seconds"])
-        assert whole["minutes"][method] == pytest.approx(seconds / 60)
+        cells = [(total, by_method(content, shots)) for shots, total in tokens.items()]
+        rates = [(total, cell["whole inputs"]["input_tokens"] / cell[method]["seconds"]) for total, cell in cells]
+        assert whole["minutes"][method] == pytest.approx(sum(total / rate for total, rate in rates) / 60)
     less = whole["times_less_than_the_harness"]["shared prefixes"]
     assert less == pytest.approx(whole["minutes"][HARNESS] / whole["minutes"]["shared prefixes"])
 
@@ -102,27 +100,22 @@ def test_a_killed_run_resumes_and_time_that_is_up_ends_one(run, finished, tmp_pa
     assert run(file) == 0 and len(scored) == calls
 
 
-def test_wrong_scores_and_other_prompts_end_with_status_1_and_other_options_are_refused(
-    run, finished, tmp_path, capsys
-):
+def test_wrong_scores_and_prompts_end_with_status_1_and_other_options_are_refused(run, finished, tmp_path, capsys):
     for wrong in ("log_likelihoods", "prompts"):
         content = read(finished)
         cell = by_method(content)["whole inputs"]
-        if wrong == "prompts":
-            cell["prompts"] = "others"
-        else:
-            cell["log_likelihoods"][0][0] *= 1.001
+        cell[wrong] = "others" if wrong == "prompts" else [[1.001 * value for value in each] for each in cell[wrong]]
         file = tmp_path / f"{wrong}.json"
         file.write_text(json.dumps(content))
         assert run(file) == 1
         assert capsys.readouterr().out.count("DIFFERS") == 1
-    for options, words in (
-        (["--limit", "3"], "was measured with limit=2, not 3; give another --json"),
-        (["--limit", "0"], "--limit must be at least 1, got 0"),
-        (["--lengths", "4096"], r"from 1 to 2048, the models' positions, got \[4096\]"),
+    for option, value, words in (
+        ("--limit", "3", "was measured with limit=2, not 3; give another --json"),
+        ("--limit", "0", "--limit must be at least 1, got 0"),
+        ("--lengths", "4096", r"from 1 to 2048, the models' positions, got \[4096\]"),
     ):
         with pytest.raises(ValueError, match=words):
-            run(finished, *options)
+            run(finished, option, value)
 
 
 def test_batches_get_smaller_where_memory_is_not_enough(run, finished, tmp_path, monkeypatch):

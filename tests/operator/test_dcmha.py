@@ -78,22 +78,12 @@ def problems(draw):
     groups, per_group = draw(st.sampled_from([(1, 1), (1, 4), (2, 2), (2, 3), (3, 1)]))
     heads, queries = groups * per_group, draw(st.integers(1, 40))
     branches = st.none() | st.lists(st.sampled_from(BRANCHES), unique=True).map(tuple)
-    shape = {
-        "heads": heads,
-        "key_value_heads": draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0])),
-        "queries": queries,
-        "keys": draw(st.just(queries) | st.integers(1, 40)),
-        "value_channels": draw(st.integers(1, 4)),
-        "rank": draw(st.integers(1, 3)),
-        "groups": groups,
-        "pre": draw(branches),
-        "post": draw(branches),
-    }
-    options = {
-        "is_causal": draw(st.booleans()),
-        "sliding_window": draw(st.none() | st.integers(1, 12)),
-        "chunk_size": draw(st.none() | st.integers(1, 45)),
-    }
+    shape = {"heads": heads, "groups": groups, "queries": queries, "keys": draw(st.just(queries) | st.integers(1, 40))}
+    shape["key_value_heads"] = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
+    shape |= {"value_channels": draw(st.integers(1, 4)), "rank": draw(st.integers(1, 3))}
+    shape |= {"pre": draw(branches), "post": draw(branches)}
+    options = {"is_causal": draw(st.booleans()), "sliding_window": draw(st.none() | st.integers(1, 12))}
+    options["chunk_size"] = draw(st.none() | st.integers(1, 45))
     masks = (left_padding, right_padding, boolean_mask, shared_boolean_mask, float_mask)
     return Case(shape, options, draw(st.none() | st.sampled_from(masks)))
 

@@ -23,17 +23,12 @@ def configs(draw):
     """Small models with every combination of what decides the layout of the cache."""
     key_value_heads, key_value_groups = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     heads = key_value_heads * key_value_groups
-    switches = ("compose_pre", "compose_post", "compose_query", "compose_key", "compose_low_rank", "compose_gate")
-    return DCFormerConfig(
-        **{"vocab_size": 8, "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 1},
-        num_attention_heads=heads,
-        num_key_value_heads=key_value_heads,
-        head_dim=draw(st.integers(1, 6)) * 2,
-        compose_rank=draw(st.integers(1, 4)),
-        compose_groups=draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0])),
-        compose_static=draw(st.booleans()),
-        **{name: draw(st.booleans()) for name in switches},
-    )
+    switches = [f"compose_{name}" for name in ("pre", "post", "query", "key", "low_rank", "gate", "static")]
+    values = {"vocab_size": 8, "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 1}
+    values |= {"num_attention_heads": heads, "num_key_value_heads": key_value_heads}
+    values |= {"head_dim": 2 * draw(st.integers(1, 6)), "compose_rank": draw(st.integers(1, 4))}
+    values["compose_groups"] = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
+    return DCFormerConfig(**values, **{name: draw(st.booleans()) for name in switches})
 
 
 def key_sides(config, batch, length):
