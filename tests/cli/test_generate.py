@@ -1,6 +1,7 @@
 """`dcformer generate`: only text on stdout, streamed, in a conversation and for a file that is resumed."""
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -187,15 +188,13 @@ def test_a_killed_run_is_resumed_and_no_answer_is_lost_or_doubled(endless, promp
     output.write_text("old\n")
     prompts.write_text("".join(f"{PROMPTS[number % 5]}\n" for number in range(60)))
     options = ["--prompts", prompts, "--max-new-tokens", 8, "--batch-size", 4, "--do-sample", "--seed", 3]
-    process = os.fork()
-    if process == 0:
-        call(endless, *options, "--output", output)
-        os._exit(0)
+    process = multiprocessing.get_context("fork").Process(target=call, args=(endless, *options, "--output", output))
+    process.start()
     while not unfinished.exists() or unfinished.read_bytes().count(b"\n") < 9:
         time.sleep(0.01)
-    os.kill(process, signal.SIGKILL)
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
-    assert output.read_text() == "old\n"
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL and output.read_text() == "old\n"
     with unfinished.open("a") as file:
         file.write('{"prompt": "half')
     refused = call(endless, *options[:-1], 4, "--output", output)

@@ -203,9 +203,6 @@ def test_what_cannot_be_scored_is_refused(folders):
         model.loglikelihood(instances(PAIRS[:1]))
 
 
-# The harness's own class, and tokenizers that begin or end texts
-
-
 def word_tokenizer(processor=None, **options):
     """A token for every word `w0`, `w1`, ...; w0 begins texts and w1 ends them, where the processor does it."""
     words = models.WordLevel({f"w{index}": index for index in range(ROWS)}, unk_token="w2")
@@ -327,9 +324,6 @@ def test_contexts_of_generations_obey_the_policy_too(kind, tmp_path):
     scorer.oov_policy = "error"
     with pytest.raises(ValueError, match=r"Token id 44 in a context has no row .* 9"):
         scorer.tok_batch_encode(["w3", "w44"])
-
-
-# Shared prefixes
 
 
 def questions(count=12):

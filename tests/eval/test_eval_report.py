@@ -89,9 +89,6 @@ def row_of(report, model, task, shots=0, metric="acc"):
     return row
 
 
-# Statistics
-
-
 def test_standard_errors_are_those_of_lm_eval_and_of_linearised_ratios():
     values = hits(0.3, 50)
     expected = np.std(values, ddof=1) / math.sqrt(50)
@@ -188,9 +185,6 @@ def test_intervals_and_tests_over_seeds_are_students():
         compare_seeds({"a": {1: 0.5}, "b": {2: 0.5}})
 
 
-# Published numbers
-
-
 def test_published_numbers_are_those_of_the_sources(fixtures):
     table = json.loads((fixtures / "paper" / "table4.json").read_text())
     synthetic = json.loads((fixtures / "paper" / "tables.json").read_text())["table5_synthetic"]
@@ -226,9 +220,6 @@ def test_the_last_part_of_a_models_name_is_its_row_and_paths_are_shortened_as_fa
         published.paper_row("runs/best", {"runs/best": "Pythia-3B"})
     names = short_names(["/a/one/model", "/a/two/model", "./other", "Org/name"])
     assert list(names.values()) == ["one/model", "two/model", "other", "Org/name"]
-
-
-# The control
 
 
 def published_of(row, shots=0):
@@ -275,9 +266,6 @@ def test_a_limited_run_or_other_documents_are_no_control(tmp_path):
     assert control.startswith("CONTROL INCOMPLETE") and partial.startswith("PARTIAL: 200 of 1838 documents of piqa")
     for words in ("logiqa, race_middle of other documents", "piqa", "sciq"):
         assert words in control
-
-
-# The report
 
 
 @pytest.fixture(scope="module")

@@ -78,7 +78,9 @@ def task_of(name, splits):
     """A task by its definition, but on other documents."""
     config = load_yaml(tasks_folder() / f"dcformer_{name}.yaml") | {"custom_dataset": lambda **_: splits}
     config.pop("dataset_kwargs", None)
-    return ConfigurableTask(config=config)
+    task = ConfigurableTask(config=config)
+    task.set_fewshot_seed(SEED)
+    return task
 
 
 def requests(task, document, shots):
@@ -142,7 +144,6 @@ def test_a_document_is_never_one_of_its_examples(tasks, column):
     # Five of six are sampled, so a document that was not excluded would nearly always be among them.
     documents = tasks[column].dataset["scored"].select(range(6))
     task = task_of(column, {"scored": documents, "examples": documents})
-    task.set_fewshot_seed(SEED)
     for document in documents:
         right = task.doc_to_text(document)
         asked = task.doc_to_choice(document)[right] if task.multiple_input else right
@@ -178,16 +179,10 @@ def test_other_prompts_have_the_words_of_lm_eval(tasks):
         assert prompts.sciq_context(document) == "Question: What melts?\nAnswer:"
         assert prompts.sciq_context_lm_eval_0_4_13(document) == "\nQuestion: What melts?\nAnswer:"
     documents = datasets.Dataset.from_list([{"text": f"The cat number {i} has a hat"} for i in range(6)])
-    pairs = []
-    for name in ("lambada_openai", "lambada_openai_lm_eval_0_4_13"):
-        task = task_of(name, {"scored": documents, "examples": documents})
-        task.set_fewshot_seed(SEED)
-        pairs.append(requests(task, documents[0], 1)[0])
-    (one, word), (two, same) = pairs
+    names = ("lambada_openai", "lambada_openai_lm_eval_0_4_13")
+    both = [task_of(name, {"scored": documents, "examples": documents}) for name in names]
+    (one, word), (two, same) = (requests(task, documents[0], 1)[0] for task in both)
     assert word == same == " hat" and "has a hat\n\nThe" in one and two == one.replace("a hat\n", "a  hat\n")
-
-
-# Data
 
 
 def write_rows(folder, column, split, rows):
@@ -219,10 +214,17 @@ ROWS = {
 
 PILE, PIQA = '{"text": "a"}', json.dumps(ROWS["piqa"])
 NULLS = {
-    "piqa/validation": ("sol1", None),
-    "arc_easy/test": ("choices", {"text": ["a", None], "label": ["A", "B"]}),
-    "race_high/test": ("problems", repr([{**QUESTION, "question": None}])),
+    "piqa/validation": {"sol1": None},
+    "arc_easy/test": {"choices": {"text": ["a", None], "label": ["A", "B"]}},
+    "race_high/test": {"problems": repr([{**QUESTION, "question": None}])},
 }
+
+
+def second_has_null(name):
+    column = name.split("/")[0]
+    row = ROWS[column] | {"note": None}  # which no prompt reads
+    words = f"'{next(iter(NULLS[name]))}' is null or missing in document 2 of {column} in "
+    return f"{name}.jsonl", f"{json.dumps(row)}\n{json.dumps(row | NULLS[name])}", words
 
 
 @pytest.mark.parametrize(
@@ -246,19 +248,10 @@ NULLS = {
         ("piqa/validation.jsonl", "", "no documents with 'goal'"),
         ("piqa/validation.parquet", b"junk", r"validation\.parquet' cannot be read: "),
         ("piqa/x.tsv", "", r"no file \*\.parquet or .*\*\.zst in .*piqa'"),
-        (
-            "piqa/test.jsonl",
-            PIQA,
-            "no validation split of baber/piqa: validation.parquet or validation.jsonl in .*piqa'",
-        ),
+        ("piqa/test.jsonl", PIQA, r"no validation split of baber/piqa: validation.parquet or .*\.jsonl in .*piqa'"),
         ("race_high/test.jsonl", '{"article": "a"}', "with 'question' in"),
         ("logiqa/test.txt", f"{LOGIQA}\n\nb\nonly two lines", "Block 2"),
-        *(
-            (f"{name}.jsonl", f"{json.dumps(row)}\n{json.dumps({**row, field: null})}", words)
-            for name, (field, null) in NULLS.items()
-            for row in [ROWS[name.split("/")[0]] | {"note": None}]  # which no prompt reads
-            for words in [rf"'{field}' is null or missing in document 2 of {name.split('/')[0]} in "]
-        ),
+        *map(second_has_null, NULLS),
     ],
 )
 def test_files_that_hold_no_documents_are_refused_with_the_place(name, content, words, tmp_path):
@@ -329,9 +322,6 @@ def test_names_of_tasks_and_suites():
     assert [task.name for task in list_tasks()] == list(TASKS)
     files = {file.stem.removeprefix("dcformer_") for file in tasks_folder().glob("dcformer_*.yaml")}
     assert files == {*TASKS, "table4", "head_tasks_authors"} and set(OTHER_PROMPTS) <= files
-
-
-# Head tasks
 
 
 @pytest.fixture(scope="module")
