@@ -36,7 +36,6 @@ PAIRS = [
     ("One", " two three four five six seven eight nine ten"),
     ("Numbers: 1 2 3 4 5 6 7 8 9", " 10"),
 ]
-TEXTS = ["One short text.", "Every pair of a query and a key has its own map of the heads. " * 8, "A"]
 ROWS = 67
 POSITIONS = 64
 SHAPE = {"vocab_size": ROWS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -299,11 +299,8 @@ def test_torch_func_gives_every_sample_the_gradients_under_its_mask(name):
 
 def test_a_learned_bias_gets_its_gradient():
     inputs, bias = make_inputs(), torch.zeros(2, 1, 20, 20, dtype=torch.float64, requires_grad=True)
-    gradients = [
-        torch.autograd.grad(attention(*inputs, attention_mask=bias).square().sum(), bias)[0]
-        for attention in (composed_attention, composed_attention_reference)
-    ]
-    assert_close(*gradients, **EXACT)
+    outputs = (each(*inputs, attention_mask=bias) for each in (composed_attention, composed_attention_reference))
+    assert_close(*(torch.autograd.grad(output.square().sum(), bias)[0] for output in outputs), **EXACT)
 
 
 class Cost(TorchDispatchMode):
