@@ -10,6 +10,9 @@ import pytest
 import torch
 from reference import as_visibility, composed_attention_reference
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dcformer.dcmha import BACKENDS, compose, composed_attention
 from dcformer.kernels.cpu import backend as native
@@ -295,3 +298,19 @@ def value_and_gradients(function, inputs: Inputs, **options) -> tuple[Tensor, di
     cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(output)
     named = leaves.tensors()
     return output.detach(), dict(zip(named, torch.autograd.grad(output, list(named.values()), cotangent)))
+
+
+class LargestMemory(TorchDispatchMode):
+    """The most bytes that tensors made by torch's operators take at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.most = {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for storage in {tensor.untyped_storage() for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)}:
+            self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.alive = {key: pair for key, pair in self.alive.items() if not pair[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self.alive.values()))
+        return result

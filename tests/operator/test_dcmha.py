@@ -1,7 +1,6 @@
 """Every implementation of composed attention against the reference, and what a call of the operator promises."""
 
 import functools
-import weakref
 
 import hypothesis.strategies as st
 import pytest
@@ -15,6 +14,7 @@ from operator_inputs import (
     VARIANTS,
     Case,
     Inputs,
+    LargestMemory,
     attend,
     boolean_mask,
     float_mask,
@@ -31,8 +31,7 @@ from operator_inputs import (
 from reference import composed_attention_reference, hidden_pairs, reference_attention, reference_compose
 from tiny_models import random_tokens, tiny_model
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import StaticCache
 
 from dcformer import dcmha
@@ -303,58 +302,31 @@ def test_a_learned_bias_gets_its_gradient():
     assert_close(*(torch.autograd.grad(output.square().sum(), bias)[0] for output in outputs), **EXACT)
 
 
-class Cost(TorchDispatchMode):
-    """
-    What the operations inside it cost: `multiplications` of all matrix products, and at the `peak` the bytes of tensors
-    that they made and that still live.
-    """
-
-    def __init__(self, inputs: Inputs):
-        super().__init__()
-        self.live = self.peak = self.multiplications = 0
-        self.seen = weakref.WeakSet(tensor.untyped_storage() for tensor in inputs.tensors().values())
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm):
-            self.multiplications += result.numel() * args[0].shape[-1]
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in self.seen:
-                storage = tensor.untyped_storage()
-                self.seen.add(storage)
-                self.live += storage.nbytes()
-                self.peak = max(self.peak, self.live)
-                weakref.finalize(storage, self._free, storage.nbytes())
-        return result
-
-    def _free(self, size: int) -> None:
-        self.live -= size
-
-
-def cost(length: int, heads: int = 2, *, backward: bool = False, **options) -> Cost:
+def cost(length: int, heads: int = 2, *, backward: bool = False, **options) -> tuple[int, int]:
+    """The most bytes at once, and the operations of all matrix products."""
     inputs = make_inputs(batch=1, heads=heads, queries=length, channels=16).to(torch.float32)
     inputs = inputs.leaves() if backward else inputs
-    with Cost(inputs) as counted:
+    with LargestMemory() as memory, FlopCounterMode(display=False) as operations:
         output = attend("plain", *inputs, **options)
         if backward:
             torch.autograd.grad(output, list(inputs.tensors().values()), torch.ones_like(output))
-    return counted
+    return memory.most, operations.get_total_flops()
 
 
 def test_memory_of_the_plain_form_grows_linearly_with_the_length():
     for backward in (False, True):
-        short, long = (cost(length, backward=backward, chunk_size=32).peak for length in (256, 512))
+        short, long = (cost(length, backward=backward, chunk_size=32)[0] for length in (256, 512))
         assert 1.5 < long / short < 2.5
-    assert cost(1024, heads=16).peak <= 4 * 1024 * 1024 * 16 * 2  # by default, a fraction of all scores
+    assert cost(1024, heads=16)[0] <= 4 * 1024 * 1024 * 16 * 2  # by default, a fraction of all scores
 
 
 def test_a_window_and_packed_documents_spare_the_work_of_what_is_out_of_sight():
-    all_keys, in_window = (cost(1024, chunk_size=64, **options) for options in ({}, {"sliding_window": 64}))
-    assert 0 < in_window.multiplications < all_keys.multiplications / 4
-    assert cost(2048, chunk_size=64, sliding_window=64).multiplications < 2.2 * in_window.multiplications
+    all_keys, in_window = (cost(1024, chunk_size=64, sliding_window=window)[1] for window in (None, 64))
+    assert 0 < in_window < all_keys / 4
+    assert cost(2048, chunk_size=64, sliding_window=64)[1] < 2.2 * in_window
     ids = torch.arange(8).repeat_interleave(128)[None]
-    packed = cost(1024, chunk_size=64, attention_mask=Visibility(1024, 1024, sequence_ids=ids))
-    assert packed.multiplications <= 1.3 * 8 * cost(128, chunk_size=64).multiplications
+    _, packed = cost(1024, chunk_size=64, attention_mask=Visibility(1024, 1024, sequence_ids=ids))
+    assert packed <= 1.3 * 8 * cost(128, chunk_size=64)[1]
 
 
 def doubled(*arguments, dropout, chunk_size=None, **options):
