@@ -12,6 +12,8 @@ import contextlib
 import glob
 import itertools
 import os
+from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -42,7 +44,8 @@ EVALUATION_SEED = 0  # runs of all seeds are evaluated on the same generated doc
 _COLUMNS = ("input_ids", "labels", "position_ids")
 _SHUFFLE_BUFFER = 10_000
 _DOCUMENTS_AT_ONCE = 100  # read at once; each may be a book
-_CHARACTERS_AT_ONCE = 2**18  # of several documents; a tokenizer takes 170 bytes for each, and works in parallel
+_CHARACTERS_AT_ONCE = 2**18  # given to a tokenizer, which takes 170 bytes for each, and works on documents in parallel
+_OVERLAP = 2**12  # characters that pieces of a longer document have in common
 _OPEN_ROWS = 16  # rows among which "whole" packing chooses
 _STAGE_DOCUMENTS = ("examples", "questions", "recurring_facts", "recurring_words")
 _TEXT_TYPES = ("string", "large_string", "string_view", "null")
@@ -380,10 +383,39 @@ class _Encoder:
         for last in range(1, len(texts) + 1):
             if last < len(texts) and sum(map(len, texts[first : last + 1])) <= _CHARACTERS_AT_ONCE:
                 continue
-            options = {"return_attention_mask": False, "return_offsets_mapping": with_offsets, "verbose": False}
-            encoding = self.tokenizer(texts[first:last], **options)
-            yield from zip(encoding["input_ids"], encoding.get("offset_mapping") or itertools.repeat(()))
+            if len(texts[first]) > _CHARACTERS_AT_ONCE and self.tokenizer.is_fast:
+                yield self._encode_long(texts[first], with_offsets)
+            else:
+                encoding = self._tokenize(texts[first:last], return_offsets_mapping=with_offsets)
+                yield from zip(encoding["input_ids"], encoding.get("offset_mapping") or itertools.repeat(()))
             first = last
+
+    def _encode_long(self, text: str, with_offsets: bool) -> tuple[array, list[tuple[int, int]]]:
+        """
+        Return what the tokenizer would make of a text that is too long for it, by pieces that overlap, each joined to those
+        before it amid the overlap, where a token begins in both.
+        """
+        ids, starts, ends = array("i"), array("q"), array("q")
+        for begin in range(0, max(len(text) - _OVERLAP, 1), _CHARACTERS_AT_ONCE):
+            piece = text[begin : begin + _CHARACTERS_AT_ONCE + _OVERLAP]
+            encoding = self._tokenize(piece, add_special_tokens=False, return_offsets_mapping=True)
+            new_starts, new_ends = ([begin + span[side] for span in encoding["offset_mapping"]] for side in (0, 1))
+            joints = {0} if begin == 0 else {*starts[bisect_left(starts, begin) :]}.intersection(new_starts)
+            if not joints:  # one word is longer than the overlap
+                encoding = self._tokenize(text, return_offsets_mapping=True)
+                return array("i", encoding["input_ids"]), encoding["offset_mapping"]
+            joint = min(joints, key=lambda place: abs(place - begin - _OVERLAP // 2))
+            old, new = bisect_left(starts, joint), bisect_left(new_starts, joint)
+            for values, added in ((ids, encoding["input_ids"]), (starts, new_starts), (ends, new_ends)):
+                values[old:] = array(values.typecode, added[new:])
+        inner, outer = (self._tokenize(text[:_OVERLAP], add_special_tokens=add)["input_ids"] for add in (False, True))
+        lead = next(n for n in range(self.special_tokens + 1) if outer[n : n + len(inner)] == inner)
+        before, after = array("i", outer[:lead]), array("i", outer[lead + len(inner) :])
+        offsets = [(0, 0)] * lead + [*zip(starts, ends)] + [(0, 0)] * len(after) if with_offsets else []
+        return before + ids + after, offsets
+
+    def _tokenize(self, text: str | list[str], **options: Any) -> Mapping[str, Any]:
+        return self.tokenizer(text, return_attention_mask=False, verbose=False, **options)
 
     def fingerprint(self, documents: str) -> str:
         """A name for the packed rows of documents, given the fingerprint of these."""

@@ -65,6 +65,17 @@ def test_a_fingerprint_is_of_all_that_turns_text_into_ids_and_nothing_else():
     assert fingerprint_tokenizer(python[0]) == fingerprint_tokenizer(python[2]) != fingerprint_tokenizer(python[1])
 
 
+@pytest.mark.parametrize("template", ["", "<end> $A", "$A <pad>"])
+def test_a_document_longer_than_a_tokenizer_gets_at_once_is_encoded_as_a_whole(template, monkeypatch):
+    """Else a text file of 100 MB would take 17 GB."""
+    encoder, texts = training_data._Encoder(word_tokenizer(template), recipe("unread")), [" ".join(TEXTS), "w1 w2"]
+    texts.append("w1" + " " * 300 + "w2")  # no token begins in both of two pieces
+    whole = [encoder.tokenizer(text)["input_ids"] for text in texts]
+    monkeypatch.setattr(training_data, "_CHARACTERS_AT_ONCE", 50)
+    monkeypatch.setattr(training_data, "_OVERLAP", 20)
+    assert [list(ids) for ids, _ in encoder._encodings(texts, False)] == whole
+
+
 class PythonTokenizer:
     """A tokenizer in Python."""
 
