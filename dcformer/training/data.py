@@ -392,8 +392,8 @@ class _Encoder:
 
     def _encode_long(self, text: str, with_offsets: bool) -> tuple[array, list[tuple[int, int]]]:
         """
-        Return what the tokenizer would make of a text that is too long for it, by pieces that overlap, each joined to those
-        before it amid the overlap, where a token begins in both.
+        Return what the tokenizer would make of a text that is too long for it, by pieces that overlap, each joined to
+        those before it amid the overlap, where a token begins in both.
         """
         ids, starts, ends = array("i"), array("q"), array("q")
         for begin in range(0, max(len(text) - _OVERLAP, 1), _CHARACTERS_AT_ONCE):
