@@ -179,7 +179,7 @@ def _tried_backends(inputs: AttentionInputs) -> list[tuple[Backend, str | None]]
             if tried[-1][1] is None:
                 break
         elif backend.device_type is not None:
-            tried.append((backend, f"it is selected automatically on {backend.device_type} devices only"))
+            tried.append((backend, f"it is selected automatically on {backend.device_type.upper()} devices only"))
     return tried
 
 
