@@ -1,4 +1,4 @@
-"""The time of each Triton kernel on a GPU, and of those that compose with other tiles: what decides `layout.TILES`.
+"""The time of each Triton kernel on a GPU, and of those that compose with other tiles: what decides `tuning.TILES`.
 
 Output and gradients of a shorter text in bfloat16 are checked against plain PyTorch in float32; decoding is checked by
 `benchmarks.models`. A kernel's time is the median between two events, with the launches queued behind a sleep of the
@@ -22,8 +22,7 @@ from dcformer.kernels.triton import attention_backward as backward
 from dcformer.kernels.triton import attention_decode as decode
 from dcformer.kernels.triton import attention_forward as forward
 from dcformer.kernels.triton import backend as ops
-from dcformer.kernels.triton import composing
-from dcformer.kernels.triton import layout as plan
+from dcformer.kernels.triton import tuning
 from dcformer.training import visible_pairs
 from dcformer.types_dcformer import AttentionInputs
 from dcformer.visibility_dcformer import Visibility
@@ -33,7 +32,7 @@ from .measure import Benchmark, Entry, Run, relative_error, run_command
 
 
 class Setting(NamedTuple):
-    """A choice of tiles for the kernels that compose, with the defaults of `layout.TILES` and `layout.COMPOSE_M`."""
+    """As in `tuning.TILES`, and `tuning.COMPOSE_M`."""
 
     scores: int = 2048
     keys: int = 64
@@ -66,7 +65,7 @@ def calls(of: Operands, window: int | None) -> list[Callable[[], Any]]:
 
 
 def largest_error(shape: Shape, device: torch.device) -> float:
-    """The largest error of output and gradients, relative to those of PyTorch in float32."""
+    """Of output and gradients, relative to those of PyTorch in float32."""
     of = prompt_operands(*shape[:2], 320 if device.type == "cuda" else 40, device, number_type(device)).leaves()
     upstream, results = torch.randn_like(of.query), []
     for operands, name in ((of, "triton"), (of.leaves(dtype=torch.float32), "plain")):
@@ -81,7 +80,7 @@ def number_type(device: torch.device) -> torch.dtype:
 
 def kernel_times(call: Callable[[], Any], device: torch.device, repeats: int = 5) -> dict[str, list[float]]:
     """Microseconds of each launch of each kernel of a call, and of what PyTorch runs between them."""
-    kind, is_cuda = type(composing._weights_kernel), device.type == "cuda"  # compiled or interpreted
+    kind, is_cuda = type(forward.weights_fwd_kernel), device.type == "cuda"  # compiled or interpreted
     run = kind.run
     marks: list[tuple[str, Any]] = []
 
@@ -123,22 +122,22 @@ def kernel_times(call: Callable[[], Any], device: torch.device, repeats: int = 5
 @contextmanager
 def applied(setting: Setting) -> Iterator[None]:
     """Within the block, kernels that compose take the tiles of a setting."""
-    before = plan.TILES["hopper"], plan.COMPOSE_M, plan.is_hopper
-    plan.TILES["hopper"], plan.COMPOSE_M, plan.is_hopper = setting[:4], setting.rows, lambda _: True
+    before = tuning.TILES["hopper"], tuning.COMPOSE_M, tuning.is_hopper
+    tuning.TILES["hopper"], tuning.COMPOSE_M, tuning.is_hopper = setting[:4], setting.rows, lambda _: True
     try:
         yield
     finally:
-        plan.TILES["hopper"], plan.COMPOSE_M, plan.is_hopper = before
+        tuning.TILES["hopper"], tuning.COMPOSE_M, tuning.is_hopper = before
 
 
 def compare(run: Run, case: tuple[Shape, Setting | None]) -> None:
-    """Time both passes, by kernel: microseconds of its launches together, with the usual tiles or others."""
+    """Both passes, by kernel: microseconds of its launches together; with the usual tiles or others."""
     shape, setting = case
     scores = shape.batch * shape.heads * visible_pairs(shape.length, shape.window)
     errors: list[float] = []
 
     def make(index: int) -> dict[str, float] | str:
-        with applied(setting or Setting(*plan.TILES["hopper"], plan.COMPOSE_M)):
+        with applied(setting or Setting(*tuning.TILES["hopper"], tuning.COMPOSE_M)):
             errors[:] = errors or [largest_error(shape, run.device)]
             if not errors[0] < TOLERANCE:
                 return f"wrong values, off by {errors[0]}"

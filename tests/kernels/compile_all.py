@@ -26,15 +26,15 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction
 
 from dcformer.kernels.call import Call
-from dcformer.kernels.triton import layout as plan
+from dcformer.kernels.triton import tuning
 from dcformer.kernels.triton.attention_backward import composed_backward
 from dcformer.kernels.triton.attention_decode import composed_decode
 from dcformer.kernels.triton.attention_forward import composed_forward
-from dcformer.kernels.triton.composing import _compositions_kernel, _weights_kernel
 
 
 OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion", "maxnreg"}
 LENGTH, FACTORS = 512, 5
+COMPOSING = "weights_fwd_kernel", "deltas_bwd_kernel", "compose_fwd_kernel", "compose_bwd_kernel"
 # Of each capability: whether matrix products of four warps take registers, and the heads and channels of a shape.
 SHAPES = {80: (False, 16, 80), 90: (True, 32, 128), 100: (False, 32, 128)}
 
@@ -64,7 +64,7 @@ def step_call(heads: int, channels: int, window: int | None) -> Call:
 
 
 def operators(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    plan.is_hopper = lambda _: SHAPES[capability][0]
+    tuning.is_hopper = lambda _: SHAPES[capability][0]
     _, *shape = SHAPES[capability]
     window = 256 if capability == 100 else None
     call, step = prompt_call(*shape, window), step_call(*shape, window)
@@ -176,7 +176,7 @@ def main() -> None:
             about = {"capability": capability, "operator": name}
             kernels = launches(function, target)
             if name.startswith("composing"):
-                kernels = [each for each in kernels if each[0].fn in (_weights_kernel, _compositions_kernel)]
+                kernels = [each for each in kernels if each[0].fn.fn.__name__ in COMPOSING]
             found += [{**about, **usage(*launch, target)} for launch in kernels]
     json.dump(found, sys.stdout)
 

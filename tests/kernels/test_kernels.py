@@ -27,10 +27,12 @@ from benchmarks import gpu_kernels
 from benchmarks.measure import Run
 from dcformer import ComposeSide, ComposeWeights, Visibility, set_workspace_bytes
 from dcformer.dcmha import AttentionInputs
-from dcformer.kernels.triton import layout as plan
-from dcformer.kernels.triton import products
+from dcformer.kernels.call import Call
+from dcformer.kernels.triton import attention_forward as forward
+from dcformer.kernels.triton import tuning
 from dcformer.kernels.triton.attention_backward import composed_backward
 from dcformer.kernels.triton.attention_forward import composed_forward
+from dcformer.kernels.triton.workspace import plan_chunks
 
 
 def document_around_a_block(batch: int, heads: int, queries: int, keys: int) -> Visibility:
@@ -107,7 +109,7 @@ def test_output_and_gradients_equal_the_reference(name, dtype):
 
 @pytest.mark.usefixtures("poisoned_memory")
 def test_the_tiles_of_other_gpus_than_hopper_give_the_same(monkeypatch):
-    monkeypatch.setattr(plan, "is_hopper", lambda _: False)
+    monkeypatch.setattr(tuning, "is_hopper", lambda _: False)
     inputs, options = on_device(KERNEL_CASES["twenty_four_heads_window_6"])
     hold_to_the_reference("triton", inputs, torch.float16, **options)
 
@@ -115,25 +117,25 @@ def test_the_tiles_of_other_gpus_than_hopper_give_the_same(monkeypatch):
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("name", ["twenty_four_heads_window_6", "nine_heads_query_wise", "key_low_rank_and_gates"])
 def test_a_launch_for_each_result_gives_the_same(name, monkeypatch):
-    monkeypatch.setattr(plan, "FACTOR_REGISTERS", 0)
+    monkeypatch.setattr(tuning, "FACTOR_REGISTERS", 0)
     inputs, options = on_device(KERNEL_CASES[name])
     hold_to_the_reference("triton", inputs, torch.float32, **options)
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("registers", [0, plan.FACTOR_REGISTERS])
+@pytest.mark.parametrize("registers", [0, tuning.FACTOR_REGISTERS])
 def test_tiles_out_of_sight_add_nothing_where_products_read_them(registers, monkeypatch):
-    monkeypatch.setattr(plan, "FACTOR_REGISTERS", registers)
+    monkeypatch.setattr(tuning, "FACTOR_REGISTERS", registers)
     # Of the 64 queries and 64 keys of a product, the first 16 queries see only the first of four tiles.
-    monkeypatch.setattr(plan, "COMPOSE_M", 32)
-    monkeypatch.setitem(plan.TILES, "float32", (256, 16, 4, 3))
+    monkeypatch.setattr(tuning, "COMPOSE_M", 32)
+    monkeypatch.setitem(tuning.TILES, "float32", (256, 16, 4, 3))
     inputs = make_inputs(batch=1, heads=2, channels=16, queries=40, rank=1, pre=DYNAMIC, post=DYNAMIC)
     hold_to_the_reference("triton", inputs.map(lambda tensor: tensor.to(DEVICE)), torch.float32)
 
 
 @pytest.mark.usefixtures("poisoned_memory")
 def test_products_of_several_blocks_of_keys_in_one_program_are_right(monkeypatch):
-    monkeypatch.setattr(products, "_PROGRAMS", 1)
+    monkeypatch.setattr(forward, "SCORES_PROGRAMS", 1)
     inputs = make_inputs(batch=1, heads=1, channels=40, queries=6, keys=300, rank=1, pre=DYNAMIC, post=None)
     options = {"is_causal": False, "attention_mask": None}
     hold_to_the_reference("triton", inputs.map(lambda tensor: tensor.to(DEVICE)), torch.float16, **options)
@@ -204,9 +206,11 @@ def test_the_benchmark_of_kernels_checks_and_times_all_of_them():
     gpu_kernels.decode_step(run, case)
     rows = {row.name: row.figures for row in run.rows}
     assert all(rows[name]["error"] < 3e-3 for name in ("forward", "backward"))
-    launched = [(name, kernel) for name in rows for kernel in rows[name] if kernel.startswith("_")]
-    assert {("forward", "_weights_kernel (2 launches) us"), ("decode", "_values_kernel (1 launches) us")} <= {*launched}
-    assert ("backward", "_compositions_kernel (2 launches) us") in launched and len(launched) == 5 + 9 + 2
+    launched = [(name, kernel) for name in rows for kernel in rows[name] if "_kernel" in kernel]
+    assert {("forward", "weights_fwd_kernel (1 launches) us"), ("decode", "_values_kernel (1 launches) us")} <= {
+        *launched
+    }
+    assert ("backward", "compose_bwd_kernel (2 launches) us") in launched and len(launched) == 6 + 9 + 2
 
 
 def test_every_case_is_supported_or_has_a_mask_for_each_head():
@@ -236,9 +240,9 @@ def test_the_workspace_is_bounded():
         with pytest.raises(ValueError, match=f"at least 1, got {wrong};"):
             set_workspace_bytes(wrong)
     inputs = make_inputs(batch=3, queries=4096, heads=4, channels=16).to(torch.float32)
-    call = plan.Call.of(AttentionInputs(*inputs, 1.0, Visibility(4096, 4096)))
-    sizes, bytes_per_column = plan.Sizes.of(call, is_forward=False), 4 * 4
-    chunks = list(plan.plan_chunks(call, sizes, bytes_per_column, 2**24))
+    call = Call.of(AttentionInputs(*inputs, 1.0, Visibility(4096, 4096)))
+    sizes, bytes_per_column = tuning.Sizes.of(call, is_forward=False), 4 * 4
+    chunks = list(plan_chunks(call, sizes, bytes_per_column, 2**24))
     assert max(chunk.number * chunk.rows * chunk.columns * bytes_per_column for chunk in chunks) <= 2**24
     covered = {(row, chunk.start) for chunk in chunks for row in range(chunk.batch, chunk.batch + chunk.number)}
     assert {row for row, _ in covered} == {0, 1, 2} and min(start for _, start in covered) == 0
@@ -262,10 +266,10 @@ class LargestMemory(TorchDispatchMode):
 
 @pytest.mark.parametrize(("batch", "queries"), [(1, 2048), (3, 512)])
 def test_chunks_take_turns_in_the_workspace(batch, queries, monkeypatch):
-    monkeypatch.setattr(plan.Work, "launch", lambda *call: None)
+    monkeypatch.setattr(type(forward.scores_fwd_kernel), "run", lambda *call, **options: None)
     inputs = make_inputs(batch=batch, queries=queries, heads=4, channels=16)
     inputs = inputs.map(lambda tensor: tensor.to("meta", torch.float16))
-    call = plan.Call.of(AttentionInputs(*inputs, 1.0, Visibility(queries, queries)))
+    call = Call.of(AttentionInputs(*inputs, 1.0, Visibility(queries, queries)))
     log_sums = inputs.query[..., 0].float()
     with LargestMemory() as memory:
         composed_forward(call, 2**23)

@@ -14,8 +14,9 @@ import dcformer
 # the backward pass; gradients of scores before and after the softmax; gradients of queries' matrices, launched twice.
 # Of products those of a step beside as many scores: masks of what they load, or loads by registers, double them.
 # The most of Triton 3.6 to 3.9, none of which compiles everything to the fewest.
-INSTRUCTIONS = {"_weights_kernel": [25, 27, 43], "_compositions_kernel": [25, 27], "_matrix_gradients_kernel": [4]}
-INSTRUCTIONS |= {"_products_kernel": [29, 29, 29], "_key_products_kernel": [22]}
+INSTRUCTIONS = {"softmax_sums_fwd_kernel": [27], "weights_fwd_kernel": [25], "weights_bwd_kernel": [43]}
+INSTRUCTIONS |= {"compose_bwd_kernel": [25, 27], "query_factors_bwd_kernel": [4]}
+INSTRUCTIONS |= {"scores_fwd_kernel": [29, 29, 29], "attention_bwd_kernel_dkv": [22]}
 
 
 def printed_by(*arguments):
@@ -40,7 +41,7 @@ def test_kernels_compile_without_spilled_registers_in_loops_and_to_few_instructi
         found = sorted(kernel["instructions"] for kernel in hopper if kernel["kernel"] == name)
         assert len(found) == len(bounds) and all(map(operator.le, found, bounds)), (name, found)
     # What others wrote is read after the ticket, which is taken when all threads have written, past the first cache.
-    values = [kernel["ordering"] for kernel in kernels if kernel["kernel"] == "_values_kernel"]
+    values = [kernel["ordering"] for kernel in kernels if kernel["kernel"] == "decode_values_kernel"]
     tickets = [order.index("atom.global.gpu.acq_rel.add.u32") for order in values]
     assert len(values) == 3 and all(order[at - 1] == "bar.sync" for order, at in zip(values, tickets))
     assert all("ld.global.cg" in order[at:] and "ld.global.cg" not in order[:at] for order, at in zip(values, tickets))
@@ -68,4 +69,4 @@ print(json.dumps(sorted(source.fn.fn.__name__ for source, *_ in launches(steps, 
 
 
 def test_a_cache_that_grows_by_a_key_a_step_is_read_by_the_same_kernels():
-    assert printed_by("-c", GROWING_CACHE) == ["_scores_kernel", "_values_kernel"]
+    assert printed_by("-c", GROWING_CACHE) == ["decode_scores_kernel", "decode_values_kernel"]

@@ -3,38 +3,65 @@ Gradients of composed attention on GPUs, over a bounded workspace and without at
 
 Only the inputs and the logarithms of the softmax's sums are kept from the forward pass. A chunk of queries at a time:
 
-1. scores, and gradients of composed weights, by matrix products;
-2. weights before they are composed, and by block of keys the softmax's delta, the sum over the keys of a weight times
-   its gradient, for which all heads are needed (it is not the sum of output times gradient);
-3. composed weights, and gradients of composed scores;
-4. gradients of scores;
-5. gradients of queries, keys and values by matrix products.
+1. `scores_fwd_kernel`: scores, and gradients of composed weights, by matrix products;
+2. `weights_bwd_kernel`: weights, composed weights, and by part of the keys the softmax's delta, the sum over the keys
+   of a weight times its gradient, for which all heads are needed (it is not the sum of output times gradient); for more
+   than 32 heads these are three kernels;
+3. `compose_bwd_kernel`: gradients of composed scores, then those of scores, and what each query adds to the gradients
+   of the keys' factors, which `key_factors_bwd_kernel` sums up;
+4. `query_factors_bwd_kernel`: those of the queries' factors and of the static map follow from the gradient of a query's
+   matrix: one product of the inputs of its composition with the gradients of the outputs, over the keys;
+5. `output_fwd_kernel` and `attention_bwd_kernel_dkv`: gradients of queries, keys and values by matrix products.
 
-Steps 3 and 4 give the gradients of the keys' factors too. Those of the queries' factors and of the static map follow
-from the gradient of a query's matrix, which is one more product: of the inputs of its composition with the gradients of
-the outputs, over the keys. Each part of a gradient has one program, which adds up what blocks contribute, so two runs
-give the same bits.
+Each part of a gradient has one program, which adds up what blocks contribute, so two runs give the same bits.
 
 Letters: a input of a composition, d gradient of its output. The gradient of a is the transposed composition of d. The
-gradient of a key's w1 is a times the map of d, of w2 it is d times the map of a, and of the gate it is a d, each summed
-over the queries. For 16-bit inputs d is in float16, times a power of 2 that keeps it in that type's range.
+gradient of a key's w1 is a times the sums of d, of w2 it is d times the sums of a, and of the gate it is a d, each
+summed over the queries. For 16-bit inputs d is in float16, times a power of 2 that keeps it in that type's range.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from ..call import LOG2_E, Call, cdiv
-from .attention_forward import SCORE_TYPES, compose_weights, join_over_keys, partial_sums, query_matrices
-from .composing import _compositions_kernel, _join_over_queries_kernel, _matrix_gradients_kernel
-from .layout import JOINING, PART, Mask, Sizes, Stage, Work, plan_chunks
-from .products import launch_key_products, launch_output, launch_products
-
-
-# What the product over the keys is launched with.
-MATRIX_GRADIENTS = {"num_warps": 2, "num_stages": 4}
+from .attention_forward import (
+    SCORE_TYPES,
+    launch_compose,
+    launch_matrices,
+    launch_output,
+    launch_reduce_parts,
+    launch_scores,
+    launch_weights,
+)
+from .blocks import (
+    compose_heads,
+    first_key,
+    head_offsets,
+    identity,
+    load_factors,
+    load_gradient_scale,
+    load_key_factors,
+    load_row,
+    load_tile,
+    matrix_pointers,
+    part_offsets,
+    program_group,
+    program_tile,
+    softmax_weights,
+    state_offsets,
+    store_tile,
+    store_zeros,
+    sum_parts,
+    to_accumulator,
+    visible_blocks,
+    visible_rows,
+)
+from .tuning import PART, REDUCING, Sizes, constant, product_tile
+from .workspace import Mask, Stage, States, Work, plan_chunks
 
 
 def composed_backward(
@@ -50,36 +77,60 @@ def composed_backward(
     # What one chunk does not complete is summed in float32, whatever the type of the tensors.
     results = call.new_gradients("static" if chunks[-1].start == 0 else ("static", "key", "value"))
     norms = _largest_norms(output_gradient, value)
-    deltas, of_totals = torch.empty_like(log_sums), torch.empty_like(log_sums)
+    deltas, totals = torch.empty_like(log_sums), torch.empty_like(log_sums)
     for chunk in chunks:
         work = Work(mask, chunk, sizes)
-        scores = query.new_empty(chunk.shape(query.shape[1]), dtype=SCORE_TYPES[query.dtype])
+        scores = work.new_scores(query, SCORE_TYPES[query.dtype])
         gradients, weights = torch.empty_like(scores), torch.empty_like(scores)
-        composed, of_scores = query.new_empty(scores.shape), gradients.view(query.dtype)
-        launch_products(work, query, key, scores, call.scaling * LOG2_E)
-        launch_products(work, output_gradient, value, gradients, 1.0, norms)
-        matrices, sums = query_matrices(work, pre, post, scores), partial_sums(chunk, scores)
-        totals = partial_sums(chunk, scores) if scores.dtype == torch.float32 else None
-        inputs = ((pre, post), scores, matrices, log_sums)
-        compose_weights(work, *inputs, sums, gradients, weights, composed, totals)
-        join_over_keys(work, None, sums, deltas)
-        if totals is not None:
+        composed, score_gradients = work.new_scores(query, query.dtype), gradients.view(query.dtype)
+        launch_scores(work, query, key, scores, call.scaling * LOG2_E)
+        launch_scores(work, output_gradient, value, gradients, 1.0, norms)
+        matrices, part_deltas = launch_matrices(work, pre, post, scores), work.new_parts(scores)
+        part_totals = work.new_parts(scores) if scores.dtype == torch.float32 else None
+        shared = {"post": post, "matrices": matrices, "gradients": gradients, "weights": weights}
+        shared |= {"part_deltas": part_deltas, "part_totals": part_totals, **work.compose_options()}
+        if sizes.IS_SPLIT:
+            launch_weights(work, pre, post, scores, matrices, log_sums, weights)
+            deltas_bwd_kernel[work.compose_grid()](*work.arguments(), **shared)
+            launch_compose(work, post, weights, matrices, composed)
+        else:
+            weights_bwd_kernel[work.compose_grid()](
+                *work.arguments(), pre=pre, scores=scores, log_sums=log_sums, composed=composed, **shared
+            )
+        launch_reduce_parts(work, None, part_deltas, deltas)
+        if part_totals is not None:
             # Logarithms of large scores are rounded so far that weights do not add up to 1. Divided by what they add up
             # to, the gradients of a query's scores add up to 0; a query that sees no key has 0 here.
-            join_over_keys(work, None, totals, of_totals)
-            deltas /= of_totals.clamp(min=0.5)
-        _stage_gradients(work, post, 1.0, (weights, gradients, gradients, deltas, norms, matrices), *results[6:])
-        _stage_gradients(work, pre, call.scaling, (scores, gradients, of_scores, None, norms, matrices), *results[3:6])
-        launch_key_products(work, composed, output_gradient, results[2])
-        launch_output(work, of_scores, key, results[0])
-        launch_key_products(work, of_scores, query, results[1])
+            launch_reduce_parts(work, None, part_totals, totals)
+            deltas /= totals.clamp(min=0.5)
+        after = Composition(post, weights, gradients, gradients, 1.0, norms, deltas, constant(1))
+        _launch_compose_bwd(work, after, matrices, *results[6:])
+        before = Composition(pre, scores, gradients, score_gradients, call.scaling, norms, None, constant(0))
+        _launch_compose_bwd(work, before, matrices, *results[3:6])
+        _launch_dkv(work, composed, output_gradient, results[2])
+        launch_output(work, score_gradients, key, results[0])
+        _launch_dkv(work, score_gradients, query, results[1])
         # Their memory is that of the next chunk.
-        del scores, gradients, weights, composed, of_scores, matrices, sums, inputs, totals
+        del scores, gradients, weights, composed, score_gradients, matrices, part_deltas, part_totals, shared
+        del after, before
     return tuple(None if result is None else result.to(tensor.dtype) for result, tensor in zip(results, call))
 
 
+class Composition(NamedTuple):
+    """One composition of a chunk, before or after the softmax, to be differentiated."""
+
+    stage: Stage
+    inputs: Tensor  # (batch, head, row, column), as the next two
+    gradients: Tensor  # of its outputs
+    input_gradients: Tensor | None  # after the softmax those of the softmax's inputs
+    scale: float  # of the input gradients
+    norms: Tensor | None  # which say how gradients of 16-bit inputs are scaled
+    deltas: Tensor | None  # (batch, heads, query), after the softmax
+    INDEX: tl.constexpr  # 0 before the softmax, 1 after it
+
+
 def _bytes_per_column(sizes: Sizes, query: Tensor, *stages: Stage) -> int:
-    """Of the workspace, for each query of a row of the batch."""
+    """Bytes of workspace for one column of one query."""
     heads, number = query.shape[1], max(stage.key.NUMBER.value for stage in stages)
     # Deltas, in float32 with totals, and sums for the keys' factors; and four of what the scores are.
     sums = cdiv(2 * query.element_size() * heads, PART.value) + cdiv(4 * heads * number, sizes.COMPOSE_M)
@@ -87,7 +138,7 @@ def _bytes_per_column(sizes: Sizes, query: Tensor, *stages: Stage) -> int:
 
 
 def _largest_norms(*tensors: Tensor) -> Tensor | None:
-    """Of the vectors of two 16-bit tensors (batch, heads, length, channels), (2,) in float32."""
+    """The largest norms of the vectors of two 16-bit tensors (batch, heads, length, channels), (2,) in float32."""
     if tensors[0].dtype == torch.float32:
         return None
     largest = tensors[0].new_empty(2, dtype=torch.float32)
@@ -96,40 +147,279 @@ def _largest_norms(*tensors: Tensor) -> Tensor | None:
     return largest
 
 
-def _stage_gradients(
-    work: Work, stage: Stage, factor: float, tensors: Sequence[Any], of_query: Any, of_key: Any, of_static: Any
-) -> None:
+def _launch_compose_bwd(work: Work, of: Composition, matrices: Tensor, dquery: Any, dkey: Any, dstatic: Any) -> None:
+    """Compute the gradients of the inputs of a composition, and of its factors and static map, where there are any."""
+    mask, chunk, sizes = work
+    rows, numbers = min(chunk.rows, mask.queries - chunk.start), of.stage.key.NUMBER.value * sizes.ALL_HEADS
+    scale = 1 / LOG2_E if of.deltas is None else 1.0  # which scores hold
+    if dquery is not None or dstatic is not None:
+        dmatrices = None if dstatic is None else matrices.new_empty(matrices[:, :, :, 0].shape, dtype=torch.float32)
+        # Grid: a query, 1, a group of heads in a row of the batch.
+        grid = chunk.rows, 1, chunk.number * sizes.GROUPS
+        inputs = {"stage": of.stage, "inputs": of.inputs, "gradients": of.gradients, "norms": of.norms}
+        outputs = {"dquery": dquery, "dmatrices": dmatrices, "scale": scale}
+        query_factors_bwd_kernel[grid](*work.arguments(), **inputs, **outputs, num_warps=2, num_stages=4)
+        if dstatic is not None:
+            dstatic += dmatrices[:, :rows, :, : sizes.HEADS, : sizes.HEADS].sum((0, 1))
+    sums = None
+    if dkey is not None:
+        shape = chunk.number, chunk.rows // sizes.COMPOSE_M, chunk.columns, numbers
+        sums = of.inputs.new_empty(shape, dtype=torch.float32)
+    launches = [(of, sums, True, True)]
+    if sizes.IS_SPLIT and dkey is not None:
+        without = of._replace(input_gradients=None)
+        launches = [(without, sums, True, False), (without, sums, False, True), (of, None, False, False)]
+    # Without maxnreg ptxas limits some forms of this kernel to 32 registers, and they spill.
+    options = {"matrices": matrices, "maxnreg": 255, **work.compose_options()}
+    for each, its_sums, sum_w1, sum_w2 in launches:
+        compose_bwd_kernel[work.compose_grid()](
+            *work.arguments(), of=each, sums=its_sums, SUM_W1=sum_w1, SUM_W2=sum_w2, **options
+        )
+    if dkey is not None:
+        block_n, block = 16, 64
+        # Grid: a block of keys, a block of factors x heads, a row of the batch.
+        grid = cdiv(mask.keys, block_n), cdiv(numbers, block), chunk.number
+        options = {"BLOCK": block, "BLOCK_N": block_n, "IS_FIRST": chunk.start == 0, **REDUCING}
+        key_factors_bwd_kernel[grid](*work.arguments(), stage=of.stage, sums=sums, dkey=dkey, scale=scale, **options)
+
+
+def _launch_dkv(work: Work, weights: Tensor, q: Tensor, gradients: Any) -> None:
     """
-    Of the composition before the softmax or, if there are deltas, after it: the gradients of its factors and static
-    map, and of its inputs, times a factor, or after the softmax, with the deltas, of the softmax's inputs. The tensors
-    are its inputs, the gradients of its outputs, memory for those of its inputs, deltas, norms and query matrices.
+    Compute gradients += weights^T . q over the queries of a chunk and the heads that a key/value head serves: gradients
+    of values, with the output's gradient as q, or of keys, with gradients of scores as the weights. The first chunk of
+    a row of the batch sets them.
     """
     mask, chunk, sizes = work
-    inputs, gradients, _, deltas, norms, matrices = tensors
-    heads, rows = inputs.shape[1], min(chunk.rows, mask.queries - chunk.start)
-    of_factors = 1 / LOG2_E if deltas is None else 1.0  # which scores hold
-    if of_query is not None or of_static is not None:
-        maps = None if of_static is None else matrices.new_empty(matrices[:, :, :, 0].shape, dtype=torch.float32)
-        arguments = (stage, inputs, gradients, norms, of_query, maps, of_factors)
-        grid = (chunk.rows, 1, chunk.number * sizes.GROUPS)
-        work.launch(_matrix_gradients_kernel, grid, MATRIX_GRADIENTS, *arguments)
-        if of_static is not None:
-            of_static += maps[:, :rows, :, : sizes.HEADS, : sizes.HEADS].sum((0, 1))
-    partial = None
-    if of_key is not None:
-        number = stage.key.NUMBER.value
-        shape = (chunk.number, chunk.rows // sizes.COMPOSE_M, chunk.columns, number, heads)
-        partial = inputs.new_empty(shape, dtype=torch.float32)
-    outputs, *others = tensors[2:]
-    launches = [(outputs, partial, True, True)]
-    if sizes.IS_SPLIT and of_key is not None:
-        launches = [(None, partial, True, False), (None, partial, False, True), (outputs, None, False, False)]
-    for results, sums, *are_summed in launches:
-        arguments = (stage, inputs, gradients, results, *others, sums, factor, *are_summed)
-        # Unasked, NVIDIA's assembler gives some forms of this kernel 32 registers.
-        work.launch_composing(_compositions_kernel, *arguments, maxnreg=255)
-    if of_key is not None:
-        keys, values = 16, 64
-        grid = (cdiv(mask.keys, keys), cdiv(number * heads, values), chunk.number)
-        arguments = (partial, stage, of_key, of_factors, values, keys, chunk.start == 0)
-        work.launch(_join_over_queries_kernel, grid, JOINING, *arguments)
+    block, step = product_tile(q)
+    # Grid: a block of channels, a block of keys, a key/value head of a row of the batch.
+    grid = cdiv(q.shape[3], block), cdiv(mask.keys, sizes.BLOCK_N), chunk.number * gradients.shape[1]
+    options = {"BLOCK_D": block, "BLOCK_K": step, "IS_FIRST": chunk.start == 0, **sizes.product_options(q)}
+    q, gradients = States.of(q), States.of(gradients, q.shape[1])
+    attention_bwd_kernel_dkv[grid](*work.arguments(), weights=weights, q=q, gradients=gradients, **options)
+
+
+@triton.jit
+def _store_deltas(e, d, matrix, mask, chunk, sizes, tile, row, post, factors, part_deltas, part_totals):
+    """Store by part of the keys the sums of weights e times their gradients, from those d of composed weights."""
+    p, _sums = compose_heads(d, to_accumulator(d), matrix, factors, post, True)
+    offsets = part_offsets(chunk, tile.group, row, sizes)
+    tl.store(part_deltas + offsets, sum_parts(e * p, sizes), mask=tile.group.is_head[None, :])
+    if part_totals is not None:
+        tl.store(part_totals + offsets, sum_parts(e, sizes), mask=tile.group.is_head[None, :])
+
+
+@triton.jit
+def weights_bwd_kernel(
+    mask, chunk, sizes, pre, post, scores, log_sums, matrices, gradients, weights, composed, part_deltas, part_totals
+):
+    """Weights from scores, composed weights, and by part of the keys deltas and, if wanted, totals of the weights."""
+    tile = program_tile(mask, chunk, sizes)
+    if tile.is_seen:
+        pre_factors = load_key_factors(pre, tile, scores.dtype.element_ty)
+        factors = load_key_factors(post, tile, scores.dtype.element_ty)
+        for row in range(tile.first_row, tile.end_row):
+            a = load_tile(scores, chunk, tile, row)
+            d = load_tile(gradients, chunk, tile, row)
+            e = softmax_weights(a, mask, chunk, sizes, tile, row, matrices, log_sums, pre, pre_factors)
+            store_tile(weights, e, chunk, tile, row)
+            matrix = tl.load(matrix_pointers(matrices, chunk, tile.group, row, 1, sizes))
+            _store_deltas(e, d, matrix, mask, chunk, sizes, tile, row, post, factors, part_deltas, part_totals)
+            y, _sums = compose_heads(e.to(a.dtype), e, matrix, factors, post, False)
+            store_tile(composed, y, chunk, tile, row)
+    else:
+        store_zeros(composed, mask, chunk, sizes, tile)
+
+
+@triton.jit
+def deltas_bwd_kernel(mask, chunk, sizes, post, matrices, gradients, weights, part_deltas, part_totals):
+    """By part of the keys deltas and, if wanted, totals of the weights."""
+    tile = program_tile(mask, chunk, sizes)
+    if tile.is_seen:
+        factors = load_key_factors(post, tile, weights.dtype.element_ty)
+        for row in range(tile.first_row, tile.end_row):
+            e = to_accumulator(load_tile(weights, chunk, tile, row))
+            d = load_tile(gradients, chunk, tile, row)
+            matrix = tl.load(matrix_pointers(matrices, chunk, tile.group, row, 1, sizes))
+            _store_deltas(e, d, matrix, mask, chunk, sizes, tile, row, post, factors, part_deltas, part_totals)
+
+
+@triton.jit
+def compose_bwd_kernel(mask, chunk, sizes, of, matrices, sums, SUM_W1: tl.constexpr, SUM_W2: tl.constexpr):
+    """
+    Backward of one composition: gradients of its inputs, or after the softmax of the softmax's inputs; and sums over
+    the program's queries for the gradients of the keys' factors, (batch, block of queries, column, factors, heads): if
+    SUM_W1 those of w1 and the gate, and if SUM_W2 those of w2.
+    """
+    RANK: tl.constexpr = of.stage.key.RANK
+    tile = program_tile(mask, chunk, sizes)
+    if tile.is_seen:
+        factors = load_key_factors(of.stage, tile, of.inputs.dtype.element_ty)
+        inverse, scale = 1.0, of.scale
+        if of.norms is not None:
+            inverse = 1.0 / load_gradient_scale(of.norms)
+            scale *= inverse
+        w1_sums = _zero_sums(RANK * SUM_W1, sizes)
+        w2_sums = _zero_sums(RANK * SUM_W2, sizes)
+        gate_sums = _zero_sums(of.stage.key.GATE * SUM_W1, sizes)
+        for row in range(tile.first_row, tile.end_row):
+            a = load_tile(of.inputs, chunk, tile, row)
+            d = load_tile(of.gradients, chunk, tile, row)
+            matrix = tl.load(matrix_pointers(matrices, chunk, tile.group, row, of.INDEX, sizes))
+            if of.deltas is not None:
+                delta = load_row(of.deltas, mask, tile.group, chunk.start + row, sizes)
+            d32 = to_accumulator(d)
+            p, d_sums = compose_heads(d, d32, matrix, factors, of.stage, True)
+            a32 = to_accumulator(a)
+            if of.input_gradients is not None:
+                p = a32 * (p - delta[None, :]) if of.deltas is not None else p * scale
+                store_tile(of.input_gradients, p, chunk, tile, row)
+            if SUM_W1:
+                w1_sums = _add_products(w1_sums, d_sums, a32)
+            if SUM_W2:
+                _y, a_sums = compose_heads(a, a32, matrix, factors, of.stage, False)
+                w2_sums = _add_products(w2_sums, a_sums, d32)
+            if SUM_W1:  # last: three registers fewer on compute capability 10.0
+                gate_sums = _add_products(gate_sums, (a32,) if of.stage.key.GATE else (), d32)
+        if sums is not None:
+            block = tile.group.batch_row * tl.num_programs(1) + tl.program_id(1)
+            offsets = (block * chunk.columns + tile.column)[:, None] * (of.stage.key.NUMBER * sizes.ALL_HEADS)
+            offsets += tile.group.offs_h[None, :]
+            _store_sums(sums + offsets, w1_sums, 0, inverse, tile, sizes)
+            _store_sums(sums + offsets, w2_sums, RANK, inverse, tile, sizes)
+            _store_sums(sums + offsets, gate_sums, 2 * RANK, inverse, tile, sizes)
+    elif (of.deltas is None) & (of.input_gradients is not None):
+        store_zeros(of.input_gradients, mask, chunk, sizes, tile)
+
+
+@triton.jit
+def _zero_sums(NUMBER: tl.constexpr, sizes):
+    """A tuple of NUMBER tiles of zeros."""
+    sums = ()
+    for _ in tl.static_range(NUMBER):
+        sums = sums + (tl.zeros([sizes.COMPOSE_N, sizes.HEADS_PADDED], tl.float32),)
+    return sums
+
+
+@triton.jit
+def _add_products(sums, factors, tile):
+    """Sums, each with its factor times a tile added."""
+    added = ()
+    for i in tl.static_range(len(sums)):
+        added = added + (sums[i] + factors[i] * tile,)
+    return added
+
+
+@triton.jit
+def _store_sums(pointers, sums, FIRST: tl.constexpr, scale, tile, sizes):
+    """Store sums for the gradients of the keys' factors from the number FIRST on."""
+    for i in tl.static_range(len(sums)):
+        tl.store(pointers + (FIRST + i) * sizes.ALL_HEADS, sums[i] * scale, mask=tile.group.is_head[None, :])
+
+
+@triton.jit
+def query_factors_bwd_kernel(mask, chunk, sizes, stage, inputs, gradients, norms, dquery, dmatrices, scale):
+    """
+    The gradient of one query's matrix, heads in by heads out, and from it those of its factors, (batch, heads, query,
+    factors).
+    """
+    RANK: tl.constexpr = stage.query.RANK
+    group, row = program_group(chunk, sizes), tl.program_id(0)
+    t = chunk.start + row
+    if t < mask.queries:
+        begin, end, _ = visible_blocks(mask, group.b, chunk.start, row, 1, sizes.COMPOSE_N, sizes)
+        offsets = head_offsets(chunk, group, sizes)[:, None] + tl.arange(0, sizes.COMPOSE_N)[None, :]
+        offsets += row * chunk.columns
+        total = tl.zeros([sizes.HEADS_PADDED, sizes.HEADS_PADDED], tl.float32)
+        for block in range(begin, end):
+            tile = offsets + block * sizes.COMPOSE_N
+            a = tl.load(inputs + tile, mask=group.is_head[:, None], other=0.0)  # [HEADS, COMPOSE_N]
+            d = tl.load(gradients + tile, mask=group.is_head[:, None], other=0.0)
+            total = tl.dot(a, tl.trans(d), total, input_precision="ieee")
+        if norms is not None:
+            scale /= load_gradient_scale(norms)
+        total *= scale
+        if dquery is not None:
+            pointers = dquery + ((group.b * sizes.ALL_HEADS + group.offs_h) * mask.queries + t) * stage.query.NUMBER
+            DTYPE: tl.constexpr = dquery.dtype.element_ty
+            factors = load_factors(stage.query, group.b, group.offs_h, t, group.is_head, tl.float32)
+            for r in tl.static_range(RANK):
+                dw1, dw2 = tl.sum(total * factors[RANK + r][None, :], 1), tl.sum(total * factors[r][:, None], 0)
+                tl.store(pointers + r, dw1.to(DTYPE), mask=group.is_head)
+                tl.store(pointers + (RANK + r), dw2.to(DTYPE), mask=group.is_head)
+            if stage.query.GATE:
+                dgate = tl.sum(total * identity(sizes.HEADS_PADDED, tl.float32), 0)
+                tl.store(pointers + 2 * RANK, dgate.to(DTYPE), mask=group.is_head)
+        if dmatrices is not None:
+            tl.store(matrix_pointers(dmatrices, chunk, group, row, 0, sizes, 1), total)
+
+
+@triton.jit
+def key_factors_bwd_kernel(
+    mask, chunk, sizes, stage, sums, dkey, scale, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, IS_FIRST: tl.constexpr
+):
+    """
+    Gradients of the keys' factors, (batch, heads, key, factors), to which are added `scale` times the sums of the
+    blocks of queries that were computed; the first chunk of a batch row sets them.
+    """
+    NUMBER: tl.constexpr = stage.key.NUMBER
+    batch_row = tl.program_id(2).to(tl.int64)
+    b = batch_row + chunk.batch
+    number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # factors x heads
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin, end = visible_rows(mask, b, chunk, offs_n, sizes.COMPOSE_M)
+    is_number = (number < NUMBER * sizes.ALL_HEADS)[None, :]
+    total = tl.zeros([BLOCK_N, BLOCK], tl.float32)
+    for start in range(begin, end, sizes.COMPOSE_M):
+        first, last, base = visible_blocks(mask, b, chunk.start, start, sizes.COMPOSE_M, sizes.COMPOSE_N, sizes)
+        column = offs_n - base
+        is_computed = (column // sizes.COMPOSE_N >= first) & (column // sizes.COMPOSE_N < last)
+        block = batch_row * (chunk.rows // sizes.COMPOSE_M) + start // sizes.COMPOSE_M
+        offsets = (block * chunk.columns + column)[:, None] * (NUMBER * sizes.ALL_HEADS) + number[None, :]
+        total += tl.load(sums + offsets, mask=is_number & is_computed[:, None], other=0.0)
+    offsets = (b * sizes.ALL_HEADS + number % sizes.ALL_HEADS)[None, :] * mask.keys + offs_n[:, None]
+    offsets = offsets * NUMBER + (number // sizes.ALL_HEADS)[None, :]
+    is_inside = is_number & (offs_n < mask.keys)[:, None]
+    total *= scale
+    if not IS_FIRST:
+        total += tl.load(dkey + offsets, mask=is_inside, other=0.0)
+    tl.store(dkey + offsets, total.to(dkey.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def attention_bwd_kernel_dkv(
+    mask, chunk, sizes, weights, q, gradients, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, IS_FIRST: tl.constexpr
+):
+    """Gradients of some channels of a block of keys or values, summed over the heads of queries that share them."""
+    KV_GROUPS: tl.constexpr = gradients.KV_GROUPS
+    pid_n, pid_bh = tl.program_id(1), tl.program_id(2)
+    batch_row = (pid_bh // (sizes.ALL_HEADS // KV_GROUPS)).to(tl.int64)
+    b = batch_row + chunk.batch
+    first_head = (pid_bh % (sizes.ALL_HEADS // KV_GROUPS)).to(tl.int64) * KV_GROUPS
+    offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    offs_n = pid_n * sizes.BLOCK_N + tl.arange(0, sizes.BLOCK_N)
+    begin, end = visible_rows(mask, b, chunk, offs_n, BLOCK_K)
+    total = tl.zeros([sizes.BLOCK_N, BLOCK_D], tl.float32)
+    for h in range(first_head, first_head + KV_GROUPS):
+        head_weights = weights + (batch_row * sizes.ALL_HEADS + h) * chunk.rows * chunk.columns
+        for start in range(begin, end, BLOCK_K):
+            row = start + tl.arange(0, BLOCK_K)
+            offs_m = chunk.start + row
+            stop = mask.queries
+            if mask.first_keys is not None:
+                # A document that comes back has others in between, which may see none of the block of keys.
+                block_row = start // sizes.BLOCK_M * sizes.BLOCK_M
+                first, last, base = visible_blocks(mask, b, chunk.start, block_row, sizes.BLOCK_M, sizes.BLOCK_N, sizes)
+                block_n = pid_n - base // sizes.BLOCK_N
+                stop = tl.where((block_n >= first) & (block_n < last), stop, 0)
+            is_query = offs_m < stop
+            column = offs_n - first_key(mask, chunk.start, start, sizes)
+            pointers = head_weights + (row[:, None] * chunk.columns + column[None, :])
+            w = tl.load(pointers, mask=is_query[:, None], other=0.0)
+            pointers = q.pointer + (state_offsets(q, b, h, offs_m.to(tl.int64))[:, None] + offs_d[None, :])
+            block = tl.load(pointers, mask=is_query[:, None] & (offs_d < q.CHANNELS)[None, :], other=0.0)
+            total = tl.dot(tl.trans(w), block, total, input_precision="ieee")
+    offsets = state_offsets(gradients, b, first_head, offs_n.to(tl.int64))[:, None] + offs_d[None, :]
+    is_inside = (offs_n < mask.keys)[:, None] & (offs_d < q.CHANNELS)[None, :]
+    if not IS_FIRST:
+        total += tl.load(gradients.pointer + offsets, mask=is_inside, other=0.0)
+    tl.store(gradients.pointer + offsets, total.to(gradients.pointer.dtype.element_ty), mask=is_inside)

@@ -1,10 +1,10 @@
 """
 Decoding with composed attention heads: 1 to 8 queries a row against a cache, as two Triton kernels.
 
-1. scores of all heads of a group for a part of the keys, their composition before the softmax, the mask, and the
-   logarithm of the part's sum;
-2. weights: joins the sums, so that weights are normalised before heads are mixed, composes them, and sums up the values
-   of a part. The program that is done last adds up what all have written, part by part.
+1. `decode_scores_kernel`: scores of all heads of a group for a part of the keys, their composition before the softmax,
+   the mask, and the logarithm of the part's sum;
+2. `decode_values_kernel`: joins the sums, so that weights are normalised before heads are mixed, composes them, and
+   sums up the values of a part. The program that is done last adds up what all have written, part by part.
 
 Composed scores (batch, heads, queries, keys in sight) in float32 are kept between 1 and 2: a small fraction of what the
 keys and values take. Nothing waits for the device: the grids are sized by the keys that a row can hold, and programs
@@ -15,10 +15,9 @@ paged cache through the table of blocks. A row of the batch has keys `first` to 
 only these are read, and the scores of key `position` are in column `position - first`.
 
 A tile is [1, HEADS, BLOCK_N]: with the first dimension Triton changes how threads hold the scores, not the factors.
-Factors are two tuples, of [1, HEADS, 1] for the query's side and [1, HEADS, BLOCK_N] for the keys'.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,8 +25,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..call import LOG2_E, Call, cdiv, new_output, next_power_of_2
-from .blocks import load_factors, offsets_of
-from .layout import Mask, Stage, States, constant, odd
+from .blocks import load_factors, state_offsets
+from .tuning import constant
+from .workspace import Mask, Stage, States, unspecialized
 
 
 # Programs of a kernel, if there are keys for them: about one per multiprocessor of a device, and at most.
@@ -47,7 +47,7 @@ class Step(NamedTuple):
     table: Tensor | None  # (batch, blocks of a row)
     table_stride: int
     ring_size: int | None
-    slots: int  # of a row; this one and the next three are `odd`
+    slots: int  # of a row; this one and the next three are `unspecialized`
     query_offset: int
     span: int  # the most keys that a row's queries see
     parts: int  # of the scores
@@ -94,18 +94,20 @@ def composed_decode(
     tickets = query.new_empty(batch, shares, blocks, dtype=torch.int32)
     page, table_stride = (0, 0) if block_table is None else (key.shape[2], block_table.stride(0))
     sizes = map(constant, (page, group, padded, next_power_of_2(parts), blocks))
-    numbers = map(odd, (slots, call.query_offset, span, parts))
+    numbers = map(unspecialized, (slots, call.query_offset, span, parts))
     step = Step(key_lengths, block_table, table_stride, ring_size, *numbers, scores, log_sums, tickets, *sizes)
-    _scores_kernel[(parts, shares, batch)](
-        mask, step, pre, States.of(query), States.of(key, heads), call.scaling * LOG2_E, keys, num_warps=warps
-    )
+    q, k = States.of(query), States.of(key, heads)
+    # Grid: a part of the keys, a query of a group of heads, a row of the batch.
+    grid, options = (parts, shares, batch), {"BLOCK_N": keys, "num_warps": warps}
+    decode_scores_kernel[grid](mask=mask, step=step, pre=pre, q=q, k=k, scale=call.scaling * LOG2_E, **options)
     output = new_output(query, key, value)
     keys, parts, warps = _split(span, tickets.numel(), padded, _MOST_PARTS[1])
-    of_parts = query.new_empty(batch, shares, blocks, parts, padded, _BLOCK_D.value, dtype=torch.float32)
+    part_outputs = query.new_empty(batch, shares, blocks, parts, padded, _BLOCK_D.value, dtype=torch.float32)
     at_once = min(next_power_of_2(parts), max(2, 64 * warps // padded))  # parts: 64 numbers a thread
-    _values_kernel[(parts, shares * blocks, batch)](
-        mask, step, post, States.of(value, heads), of_parts, States.of(output), keys, at_once, num_warps=warps
-    )
+    v, o = States.of(value, heads), States.of(output)
+    # Grid: a part of the keys, a block of channels of a query of a group of heads, a row of the batch.
+    grid, options = (parts, shares * blocks, batch), {"BLOCK_N": keys, "AT_ONCE": at_once, "num_warps": warps}
+    decode_values_kernel[grid](mask=mask, step=step, post=post, v=v, part_outputs=part_outputs, o=o, **options)
     return output
 
 
@@ -155,11 +157,100 @@ def _check(call: Call, key_lengths: Tensor | None, block_table: Tensor | None, r
     return ring_size or slots
 
 
+class Heads(NamedTuple):
+    """The heads of a group for which a program computes one query."""
+
+    b: Any
+    index: Any  # of the query
+    offs_h: Any  # [HEADS_PADDED]
+    is_head: Any  # [HEADS_PADDED]: False where the group has no more heads
+    line: Any  # [HEADS_PADDED]: where they are in (batch, heads, queries)
+
+
+class Part(NamedTuple):
+    """The keys of a program, by position."""
+
+    first: Any  # the first key that the row's queries see
+    start: Any  # of this part
+    stop: Any  # before which it ends
+    query_position: Any  # of query 0
+
+
+class Slots(NamedTuple):
+    """Where keys lie in memory, [BLOCK_N] each."""
+
+    block: Any  # of a paged cache, or the row of the batch
+    row: Any  # in the block
+    slot: Any  # of the row of the batch
+
+
 @triton.jit
-def _factors_of_keys(side, block, h, row, is_pair):
-    return load_factors(
-        side, block[None, None, :], h[None, :, None], row[None, None, :], is_pair[None, :, :], tl.float32
-    )
+def _program_heads(mask, step, BLOCKS: tl.constexpr):
+    """The heads of a program, which the second axis of the grid counts with queries and blocks of channels."""
+    b, share = tl.program_id(2).to(tl.int64), tl.program_id(1) // BLOCKS
+    member = tl.arange(0, step.HEADS_PADDED)
+    offs_h, index = (share // mask.queries * step.HEADS + member).to(tl.int64), share % mask.queries
+    heads = tl.num_programs(1) // (BLOCKS * mask.queries) * step.HEADS
+    return Heads(b, index, offs_h, member < step.HEADS, (b * heads + offs_h) * mask.queries + index)
+
+
+@triton.jit
+def _program_part(mask, step, b, BLOCK_N: tl.constexpr):
+    """The keys of a program, whole tiles of those that the row's queries see."""
+    if step.lengths is None:
+        length = step.slots >> 1
+        query_position = step.query_offset >> 1
+    else:
+        length = tl.load(step.lengths + b).to(tl.int32)
+        query_position = length - mask.queries
+    if step.ring_size is None:
+        length = tl.minimum(length, step.slots >> 1)
+    first = tl.maximum(length - (step.slots >> 1), 0)
+    last = length
+    if mask.CAUSAL:
+        last = tl.minimum(last, query_position + mask.queries)
+    if mask.window is not None:
+        first = tl.maximum(first, query_position - mask.window + 1)
+        if not mask.CAUSAL:
+            last = tl.minimum(last, query_position + mask.queries - 1 + mask.window)
+    size = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), BLOCK_N), tl.num_programs(0)) * BLOCK_N
+    start = first + tl.program_id(0) * size
+    return Part(first, start, tl.minimum(start + size, last), query_position)
+
+
+@triton.jit
+def _locate(offs_n, is_key, step, b):
+    """Where the keys at some positions lie."""
+    slot = offs_n
+    if step.ring_size is not None:
+        slot = offs_n % step.ring_size
+    if step.PAGE == 0:
+        return Slots(tl.zeros_like(slot).to(tl.int64) + b, slot.to(tl.int64), slot)
+    else:
+        table = step.table + b * step.table_stride
+        block = tl.load(table + slot // step.PAGE, mask=is_key, other=0).to(tl.int64)
+        return Slots(block, (slot % step.PAGE).to(tl.int64), slot)
+
+
+@triton.jit
+def _load_query_side(stage, step, heads):
+    """The factors of the query, [1, HEADS, 1] each, and the static map [1, heads in, heads out], as tuples."""
+    is_head = heads.is_head
+    offs_h = heads.offs_h[None, :, None]
+    factors = load_factors(stage.query, heads.b, offs_h, heads.index, is_head[None, :, None], tl.float32)
+    static = ()
+    if stage.HAS_STATIC:
+        pointers = stage.static + (heads.offs_h[:, None] * step.HEADS + tl.arange(0, step.HEADS_PADDED)[None, :])
+        static = tl.load(pointers, mask=is_head[:, None] & is_head[None, :], other=0).to(tl.float32)
+        static = (static[None, :, :],)
+    return factors, static
+
+
+@triton.jit
+def _load_key_factors(side, slots, heads, is_pair):
+    """The factors of keys, a tuple of [1, HEADS, BLOCK_N]."""
+    block, row = slots.block[None, None, :], slots.row[None, None, :]
+    return load_factors(side, block, heads.offs_h[None, :, None], row, is_pair[None, :, :], tl.float32)
 
 
 @triton.jit
@@ -180,172 +271,122 @@ def compose(a, query, key, static, stage):
 
 
 @triton.jit
-def _heads_of_program(step, queries, stage, BLOCKS: tl.constexpr):
-    """Row of the batch, heads, which of them exist, their lines in (batch, heads, queries), and what composes them."""
-    b = tl.program_id(2).to(tl.int64)
-    share = tl.program_id(1) // BLOCKS
-    member = tl.arange(0, step.HEADS_PADDED)
-    is_head = member < step.HEADS
-    h = (share // queries * step.HEADS + member).to(tl.int64)
-    line = (b * (tl.num_programs(1) // (BLOCKS * queries) * step.HEADS) + h) * queries + share % queries
-    factors = load_factors(stage.query, b, h[None, :, None], share % queries, is_head[None, :, None], tl.float32)
-    static = ()  # or [1, HEADS, HEADS], heads in by heads out
-    if stage.HAS_STATIC:
-        inside = is_head[:, None] & is_head[None, :]
-        static = tl.load(stage.static + (h[:, None] * step.HEADS + member[None, :]), mask=inside, other=0)
-        static = (static.to(tl.float32)[None, :, :],)
-    return b, h, is_head, line, factors, static
-
-
-@triton.jit
-def _keys_of_program(mask, step, b, BLOCK_N: tl.constexpr):
-    """First key that the row's queries see, first and last + 1 of the part (whole tiles), position of query 0."""
-    if step.lengths is None:
-        length = step.slots >> 1
-        offset = step.query_offset >> 1
-    else:
-        length = tl.load(step.lengths + b).to(tl.int32)
-        offset = length - mask.queries
-    if step.ring_size is None:
-        length = tl.minimum(length, step.slots >> 1)
-    first = tl.maximum(length - (step.slots >> 1), 0)
-    last = length
+def _mask_scores(x, mask, heads, offs_n, is_key, slot, query_position):
+    """Add a float mask to scores [HEADS, BLOCK_N], and hide keys by the rule of visibility_dcformer.py."""
+    age = query_position + heads.index - offs_n
+    is_visible = is_key
     if mask.CAUSAL:
-        last = tl.minimum(last, offset + mask.queries)
+        is_visible = is_visible & (age >= 0)
     if mask.window is not None:
-        first = tl.maximum(first, offset - mask.window + 1)
-        if not mask.CAUSAL:
-            last = tl.minimum(last, offset + mask.queries - 1 + mask.window)
-    size = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), BLOCK_N), tl.num_programs(0)) * BLOCK_N
-    start = first + tl.program_id(0) * size
-    return first, start, tl.minimum(start + size, last), offset
+        is_visible = is_visible & (age < mask.window) & (age > -mask.window)
+    if mask.padding is not None:
+        padding = mask.padding + heads.b * (mask.padding_stride_b >> 1)
+        is_visible = is_visible & (tl.load(padding + slot, mask=is_key, other=0) != 0)
+    if mask.dense is not None:
+        dense = mask.dense + heads.b * (mask.dense_stride_b >> 1) + heads.index * (mask.dense_stride_m >> 1)
+        dense = tl.load(dense + slot, mask=is_key, other=0)
+        if mask.dense.dtype.element_ty == tl.float32:
+            x += dense[None, :]
+        else:
+            is_visible = is_visible & (dense != 0)
+    return tl.where(is_visible[None, :], x, float("-inf"))
 
 
 @triton.jit
-def _locate(position, inside, step, b):
-    """Block (or row of the batch) of keys and their rows in it, 64 bits each, and their slots; [BLOCK_N]."""
-    slot = position
-    if step.ring_size is not None:
-        slot = position % step.ring_size
-    if step.PAGE == 0:
-        return tl.zeros_like(slot).to(tl.int64) + b, slot.to(tl.int64), slot
-    else:
-        table = step.table + b * step.table_stride
-        block = tl.load(table + slot // step.PAGE, mask=inside, other=0).to(tl.int64)
-        return block, (slot % step.PAGE).to(tl.int64), slot
-
-
-@triton.jit
-def _scores_kernel(mask, step, pre, query, key, scale, BLOCK_N: tl.constexpr):
-    """Composed scores of all heads of a group for one query: program (part; group and query; row of the batch)."""
-    b, h, is_head, line, factors, static = _heads_of_program(step, mask.queries, pre, 1)
-    index = tl.program_id(1) % mask.queries
-    first, start, stop, offset = _keys_of_program(mask, step, b, BLOCK_N)
-    share = b * tl.num_programs(1) + tl.program_id(1)
+def decode_scores_kernel(mask, step, pre, q, k, scale, BLOCK_N: tl.constexpr):
+    """Composed scores of all heads of a group for one query and a part of the keys, and the logarithm of their sum."""
+    heads = _program_heads(mask, step, 1)
+    factors, static = _load_query_side(pre, step, heads)
+    part = _program_part(mask, step, heads.b, BLOCK_N)
+    share = heads.b * tl.num_programs(1) + tl.program_id(1)
     for i in tl.static_range(step.BLOCKS):
         tl.store(step.tickets + share * step.BLOCKS + i, 0)
     # Below all scores that are seen, but finite: -inf - -inf is not a number.
     maximum = tl.full([step.HEADS_PADDED], -3e38, tl.float32)
     total = tl.zeros([step.HEADS_PADDED], tl.float32)
-    for tile in range(start, stop, BLOCK_N):
-        position = tile + tl.arange(0, BLOCK_N)
-        inside = position < stop
-        is_pair = is_head[:, None] & inside[None, :]
-        block, row, slot = _locate(position, inside, step, b)
-        rows = key.pointer + offsets_of(key, block[None, :], h[:, None], row[None, :])
-        queries = query.pointer + offsets_of(query, b, h, index)
-        of_keys = _factors_of_keys(pre.key, block, h, row, is_pair)
+    for start in range(part.start, part.stop, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        is_key = offs_n < part.stop
+        is_pair = heads.is_head[:, None] & is_key[None, :]
+        slots = _locate(offs_n, is_key, step, heads.b)
+        k_rows = k.pointer + state_offsets(k, slots.block[None, :], heads.offs_h[:, None], slots.row[None, :])
+        q_rows = q.pointer + state_offsets(q, heads.b, heads.offs_h, heads.index)
+        key_factors = _load_key_factors(pre.key, slots, heads, is_pair)
         products = tl.zeros([step.HEADS_PADDED, BLOCK_N, _BLOCK_D], tl.float32)
-        for c in tl.static_range(0, query.CHANNELS, _BLOCK_D):
-            d = c + tl.arange(0, _BLOCK_D)
-            is_channel = d < query.CHANNELS
-            q = tl.load(queries[:, None] + d[None, :], mask=is_head[:, None] & is_channel[None, :], other=0.0)
-            is_pair_channel = is_pair[:, :, None] & is_channel[None, None, :]
-            k = tl.load(rows[:, :, None] + d[None, None, :], mask=is_pair_channel, other=0.0)
-            products += q.to(tl.float32)[:, None, :] * k.to(tl.float32)
+        for c in tl.static_range(0, q.CHANNELS, _BLOCK_D):
+            offs_d = c + tl.arange(0, _BLOCK_D)
+            is_channel = offs_d < q.CHANNELS
+            is_inside = heads.is_head[:, None] & is_channel[None, :]
+            q_block = tl.load(q_rows[:, None] + offs_d[None, :], mask=is_inside, other=0.0)
+            is_inside = is_pair[:, :, None] & is_channel[None, None, :]
+            k_block = tl.load(k_rows[:, :, None] + offs_d[None, None, :], mask=is_inside, other=0.0)
+            products += q_block.to(tl.float32)[:, None, :] * k_block.to(tl.float32)
         a = (tl.sum(products, 2) * scale)[None, :, :]
-        x = tl.reshape(compose(a, factors, of_keys, static, pre), [step.HEADS_PADDED, BLOCK_N])
-        age = offset + index - position
-        seen = inside
-        if mask.CAUSAL:
-            seen = seen & (age >= 0)
-        if mask.window is not None:
-            seen = seen & (age < mask.window) & (age > -mask.window)
-        if mask.padding is not None:
-            seen = seen & (tl.load(mask.padding + b * (mask.padding_stride >> 1) + slot, mask=inside, other=0) != 0)
-        if mask.dense is not None:
-            dense = mask.dense + b * (mask.dense_batch_stride >> 1) + index * (mask.dense_stride >> 1)
-            dense = tl.load(dense + slot, mask=inside, other=0)
-            if mask.dense.dtype.element_ty == tl.float32:
-                x += dense[None, :]
-            else:
-                seen = seen & (dense != 0)
-        x = tl.where(seen[None, :], x, float("-inf"))
+        x = tl.reshape(compose(a, factors, key_factors, static, pre), [step.HEADS_PADDED, BLOCK_N])
+        x = _mask_scores(x, mask, heads, offs_n, is_key, slots.slot, part.query_position)
         highest = tl.maximum(maximum, tl.max(x, 1))
         total = total * tl.exp2(maximum - highest) + tl.sum(tl.exp2(x - highest[:, None]), 1)
         maximum = highest
-        tl.store(step.scores + line[:, None] * (step.span >> 1) + (position - first)[None, :], x, mask=is_pair)
+        offsets = heads.line[:, None] * (step.span >> 1) + (offs_n - part.first)[None, :]
+        tl.store(step.scores + offsets, x, mask=is_pair)
     offsets = (share * (step.parts >> 1) + tl.program_id(0)) * step.HEADS_PADDED + tl.arange(0, step.HEADS_PADDED)
     tl.store(step.log_sums + offsets, maximum + tl.log2(tl.maximum(total, 1.0)))  # 0 only where no key is seen
 
 
 @triton.jit
-def _load_tile(tile, stop, scores, value, post, step, b, h, is_head, d, is_channel, BLOCK_N: tl.constexpr):
-    """Composed scores [HEADS, BLOCK_N], factors and values [.., CHANNELS] of a tile's keys before `stop`."""
-    position = tile + tl.arange(0, BLOCK_N)
-    inside = position < stop
-    is_pair = is_head[:, None] & inside[None, :]
-    block, row, _slot = _locate(position, inside, step, b)
-    rows = value.pointer + offsets_of(value, block[None, :], h[:, None], row[None, :])
-    is_value = is_pair[:, :, None] & is_channel[None, None, :]
-    v = tl.load(rows[:, :, None] + d[None, None, :], mask=is_value, other=0.0)
-    x = tl.load(scores + position[None, :], mask=is_pair, other=float("-inf"))
-    return x, _factors_of_keys(post.key, block, h, row, is_pair), v
+def _load_tile(start, stop, scores, v, post, step, heads, offs_d, BLOCK_N: tl.constexpr):
+    """Composed scores [HEADS, BLOCK_N], factors and values [HEADS, BLOCK_N, BLOCK_D] of a tile's keys before `stop`."""
+    offs_n = start + tl.arange(0, BLOCK_N)
+    is_key = offs_n < stop
+    is_pair = heads.is_head[:, None] & is_key[None, :]
+    slots = _locate(offs_n, is_key, step, heads.b)
+    rows = v.pointer + state_offsets(v, slots.block[None, :], heads.offs_h[:, None], slots.row[None, :])
+    is_value = is_pair[:, :, None] & (offs_d < v.CHANNELS)[None, None, :]
+    values = tl.load(rows[:, :, None] + offs_d[None, None, :], mask=is_value, other=0.0)
+    x = tl.load(scores + offs_n[None, :], mask=is_pair, other=float("-inf"))
+    return x, _load_key_factors(post.key, slots, heads, is_pair), values
 
 
 @triton.jit
-def _values_kernel(mask, step, post, value, of_parts, output, BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Sums of values by composed weights: program (part; group, query and block of channels; row of the batch)."""
-    b, h, is_head, line, factors, static = _heads_of_program(step, mask.queries, post, step.BLOCKS)
-    first, start, stop, _offset = _keys_of_program(mask, step, b, BLOCK_N)
-    d = tl.program_id(1) % step.BLOCKS * _BLOCK_D + tl.arange(0, _BLOCK_D)
-    is_channel = d < value.CHANNELS
+def decode_values_kernel(mask, step, post, v, part_outputs, o, BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Sums of some channels of the values by composed weights of a part of the keys; the last program joins them."""
+    heads = _program_heads(mask, step, step.BLOCKS)
+    factors, static = _load_query_side(post, step, heads)
+    part = _program_part(mask, step, heads.b, BLOCK_N)
+    offs_d = tl.program_id(1) % step.BLOCKS * _BLOCK_D + tl.arange(0, _BLOCK_D)
     # Tiles are loaded early: the first one comes while the sums are joined.
-    scores = step.scores + line[:, None] * (step.span >> 1) - first
-    x, of_keys, v = _load_tile(start, stop, scores, value, post, step, b, h, is_head, d, is_channel, BLOCK_N)
-    share = b * tl.num_programs(1) + tl.program_id(1)
-    part = tl.arange(0, step.PARTS_PADDED)[:, None]
-    row = share // step.BLOCKS * (step.parts >> 1) + part
-    offsets = row * step.HEADS_PADDED + tl.arange(0, step.HEADS_PADDED)[None, :]
-    sums = tl.load(step.log_sums + offsets, mask=part < step.parts >> 1, other=float("-inf"))  # [PARTS, HEADS]
+    scores = step.scores + heads.line[:, None] * (step.span >> 1) - part.first
+    x, key_factors, values = _load_tile(part.start, part.stop, scores, v, post, step, heads, offs_d, BLOCK_N)
+    share = heads.b * tl.num_programs(1) + tl.program_id(1)
+    number = tl.arange(0, step.PARTS_PADDED)[:, None]
+    offsets = (share // step.BLOCKS * (step.parts >> 1) + number) * step.HEADS_PADDED
+    offsets += tl.arange(0, step.HEADS_PADDED)[None, :]
+    sums = tl.load(step.log_sums + offsets, mask=number < step.parts >> 1, other=float("-inf"))  # [PARTS, HEADS]
     log_sum = tl.max(sums, 0)
     log_sum += tl.log2(tl.sum(tl.exp2(sums - log_sum[None, :]), 0))
     products = tl.zeros([step.HEADS_PADDED, BLOCK_N, _BLOCK_D], tl.float32)
-    for tile in range(start, stop, BLOCK_N):
+    for start in range(part.start, part.stop, BLOCK_N):
         e = tl.exp2(x - log_sum[:, None])[None, :, :]
-        y = tl.reshape(compose(e, factors, of_keys, static, post), [step.HEADS_PADDED, BLOCK_N])
-        products += y[:, :, None] * v.to(tl.float32)
-        x, of_keys, v = _load_tile(
-            tile + BLOCK_N, stop, scores, value, post, step, b, h, is_head, d, is_channel, BLOCK_N
-        )
+        y = tl.reshape(compose(e, factors, key_factors, static, post), [step.HEADS_PADDED, BLOCK_N])
+        products += y[:, :, None] * values.to(tl.float32)
+        x, key_factors, values = _load_tile(start + BLOCK_N, part.stop, scores, v, post, step, heads, offs_d, BLOCK_N)
     result = tl.sum(products, 1)
-    index = tl.program_id(1) // step.BLOCKS % mask.queries
-    outputs = output.pointer + (offsets_of(output, b, h, index)[:, None] + d[None, :])
-    is_output = is_head[:, None] & is_channel[None, :]
+    outputs = o.pointer + (state_offsets(o, heads.b, heads.offs_h, heads.index)[:, None] + offs_d[None, :])
+    is_output = heads.is_head[:, None] & (offs_d < v.CHANNELS)[None, :]
     if AT_ONCE == 1:
-        tl.store(outputs, result.to(output.pointer.dtype.element_ty), mask=is_output)
+        tl.store(outputs, result.to(o.pointer.dtype.element_ty), mask=is_output)
     else:
         SIZE: tl.constexpr = step.HEADS_PADDED * _BLOCK_D
-        of_parts += share * tl.num_programs(0) * SIZE + tl.arange(0, SIZE)[None, :]
-        tl.store(of_parts + tl.program_id(0) * SIZE, tl.reshape(result, [1, SIZE]))
+        part_outputs += share * tl.num_programs(0) * SIZE + tl.arange(0, SIZE)[None, :]
+        tl.store(part_outputs + tl.program_id(0) * SIZE, tl.reshape(result, [1, SIZE]))
         # A thread takes the ticket when all of them have written (barrier, release), and who takes the last one sees
         # what all programs wrote (acquire), past a first-level cache that may hold something older (cg).
         tl.debug_barrier()
         if tl.atomic_add(step.tickets + share, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
             joined = tl.zeros([SIZE], tl.float32)
-            for begin in range(0, tl.num_programs(0), AT_ONCE):
-                number = begin + tl.arange(0, AT_ONCE)[:, None]
-                some = tl.load(of_parts + number * SIZE, number < tl.num_programs(0), 0.0, cache_modifier=".cg")
+            for first in range(0, tl.num_programs(0), AT_ONCE):
+                some = first + tl.arange(0, AT_ONCE)[:, None]
+                some = tl.load(part_outputs + some * SIZE, some < tl.num_programs(0), 0.0, cache_modifier=".cg")
                 joined += tl.sum(some, 0)
             result = tl.reshape(joined, [step.HEADS_PADDED, _BLOCK_D])
-            tl.store(outputs, result.to(output.pointer.dtype.element_ty), mask=is_output)
+            tl.store(outputs, result.to(o.pointer.dtype.element_ty), mask=is_output)

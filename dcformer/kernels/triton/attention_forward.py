@@ -1,23 +1,49 @@
 """
-Composed attention of many queries on GPUs: section 3 and appendix D of the paper in five kernels, in bounded memory.
+Composed attention of many queries on GPUs: section 3 and appendix D of the paper in bounded memory.
 
 Every head's score has to be complete before any is composed, and every weight normalised before it is composed, so no
 pass over the keys can do all. Instead a chunk of queries at a time has its scores in a workspace of 16 bits:
 
-1. scores: a matrix product of queries and keys, only where a query sees a key;
-2. pre-composition, and each head's sum of exponentials by block of keys;
-3. the sums of all blocks, as one logarithm a query and head;
-4. weights: pre-composition again, the exponential, and post-composition, in place of the scores;
-5. output: a matrix product of weights and values.
+1. `scores_fwd_kernel`: a matrix product of queries and keys, only where a query sees a key; `matrices_fwd_kernel`: what
+   queries and static maps do to scores, as a matrix for each query;
+2. `softmax_sums_fwd_kernel`: pre-composition, and each head's sum of exponentials by part of the keys;
+3. `reduce_parts_kernel`: the sums of all parts, as one logarithm a query and head;
+4. `weights_fwd_kernel`: pre-composition again, the exponential, and post-composition, in place of the scores (for more
+   than 32 heads the latter is `compose_fwd_kernel`);
+5. `output_fwd_kernel`: a matrix product of weights and values.
+
+Exponents are to base 2, with log2(e) in the scale of the scores.
 """
 
+from typing import Any, NamedTuple
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from ..call import LOG2_E, Call, cdiv, new_output
-from .composing import _join_over_keys_kernel, _matrices_kernel, _weights_kernel
-from .layout import JOINING, PART, Chunk, Mask, Sizes, Stage, Work, plan_chunks
-from .products import launch_output, launch_products
+from ..call import LOG2_E, Call, cdiv, new_output, next_power_of_2
+from .blocks import (
+    compose_heads,
+    composed_scores,
+    identity,
+    load_factors,
+    load_gradient_scale,
+    load_key_factors,
+    load_tile,
+    matrix_pointers,
+    part_offsets,
+    program_group,
+    program_tile,
+    softmax_weights,
+    state_offsets,
+    store_tile,
+    store_zeros,
+    to_accumulator,
+    visible_blocks,
+)
+from .tuning import PART, REDUCING, SCORES_BLOCKS, SCORES_PROGRAMS, SCORES_WIDTH, Sizes, product_tile
+from .workspace import Mask, Stage, States, Work, plan_chunks
 
 
 # Scores of float32 inputs stay in float32; those of 16-bit inputs have their range of exponents from the composition's
@@ -31,71 +57,279 @@ def composed_forward(call: Call, workspace_bytes: int) -> tuple[Tensor, Tensor]:
     logarithms to base 2 of the softmax's sums (batch, heads, query); for a query that sees no key zeros and infinity.
     """
     query, value = call.query, call.value
-    batch, heads, queries, _ = query.shape
     output = new_output(*call)
-    log_sums = query.new_empty(batch, heads, queries, dtype=torch.float32)
-    sizes, mask, stages = Sizes.of(call, is_forward=True), Mask.of(call), Stage.both(call)
+    log_sums = query.new_empty(query.shape[:3], dtype=torch.float32)
+    sizes, mask, (pre, post) = Sizes.of(call, is_forward=True), Mask.of(call), Stage.both(call)
     # Scores, and the largest score and the sum of each part of the keys.
-    bytes_per_column = heads * query.element_size() + cdiv(8 * heads, PART.value)
+    bytes_per_column = query.shape[1] * query.element_size() + cdiv(8 * query.shape[1], PART.value)
     for chunk in plan_chunks(call, sizes, bytes_per_column, workspace_bytes):
         work = Work(mask, chunk, sizes)
-        scores = query.new_empty(chunk.shape(heads), dtype=SCORE_TYPES[query.dtype])
+        scores = work.new_scores(query, SCORE_TYPES[query.dtype])
         weights = scores.view(query.dtype)
-        launch_products(work, query, call.key, scores, call.scaling * LOG2_E)
-        matrices = query_matrices(work, *stages, scores)
-        largest, sums = partial_sums(chunk, scores), partial_sums(chunk, scores)
-        inputs = (*stages, scores, matrices)
-        work.launch_composing(_weights_kernel, *inputs, None, largest, sums, None, None, None, None)
-        join_over_keys(work, largest, sums, log_sums)
-        compose_weights(work, stages, scores, matrices, log_sums, None, None, None, weights, None)
+        launch_scores(work, query, call.key, scores, call.scaling * LOG2_E)
+        matrices = launch_matrices(work, pre, post, scores)
+        largest, sums = work.new_parts(scores), work.new_parts(scores)
+        outputs = {"largest": largest, "sums": sums, **work.compose_options()}
+        softmax_sums_fwd_kernel[work.compose_grid()](
+            *work.arguments(), pre=pre, scores=scores, matrices=matrices, **outputs
+        )
+        launch_reduce_parts(work, largest, sums, log_sums)
+        launch_weights(work, pre, post, scores, matrices, log_sums, scores if sizes.IS_SPLIT else weights)
+        if sizes.IS_SPLIT:
+            launch_compose(work, post, scores, matrices, weights)
         launch_output(work, weights, value, output)
-        del scores, weights, inputs, matrices, largest, sums  # whose memory is that of the next chunk
+        del scores, weights, matrices, largest, sums, outputs  # whose memory is that of the next chunk
     return output, log_sums
 
 
-def compose_weights(
-    work: Work, stages: tuple[Stage, Stage], scores: Tensor, matrices: Tensor, log_sums: Tensor, *others: Tensor | None
-) -> None:
+def launch_scores(work: Work, q: Any, k: Any, scores: Tensor, scale: float, norms: Tensor | None = None) -> None:
     """
-    The others are sums, gradients, weights, composed weights and totals, as for the kernel, which may be launched once
-    for each of its results.
+    Compute scores (batch, head, row, column) of a chunk, scale * q k^T; or as gradients of weights the product of
+    output gradients and values, scaled by the largest norms of both, (2,).
     """
-    sums, gradients, weights, composed, totals = others
-    if work.sizes.IS_SPLIT:
-        weights = scores if weights is None else weights
-        inputs = (*stages, scores, matrices, log_sums, None, None)
-        work.launch_composing(_weights_kernel, *inputs, None, weights, None, None)
-        inputs = (*stages, weights, matrices, None, None)
-        if gradients is not None:
-            work.launch_composing(_weights_kernel, *inputs, sums, gradients, None, None, totals)
-        work.launch_composing(_weights_kernel, *inputs, None, None, None, composed, None)
-    else:
-        inputs = (*stages, scores, matrices, log_sums, None)
-        work.launch_composing(_weights_kernel, *inputs, sums, gradients, weights, composed, totals)
+    # Products of float32 run outside of the tensor cores, in registers, which larger steps overflow.
+    step = min(32 if q.dtype == torch.float32 else 64, max(16, next_power_of_2(q.shape[3])))
+    chunk, sizes = work.chunk, work.sizes
+    columns = chunk.columns // sizes.BLOCK_N
+    tiles = columns * (chunk.rows // sizes.BLOCK_M) * chunk.number * q.shape[1]
+    blocks = SCORES_BLOCKS if tiles >= SCORES_BLOCKS * SCORES_PROGRAMS else 1
+    # Grid: some blocks of keys, a block of queries, a head of a row of the batch.
+    grid = cdiv(columns, blocks), chunk.rows // sizes.BLOCK_M, chunk.number * q.shape[1]
+    options = {"blocks": blocks, "WIDTH": SCORES_WIDTH, "BLOCK_K": step, **sizes.product_options(q)}
+    q, k = States.of(q), States.of(k, q.shape[1])
+    scores_fwd_kernel[grid](*work.arguments(), q=q, k=k, scores=scores, scale=scale, norms=norms, **options)
 
 
-def query_matrices(work: Work, pre: Stage, post: Stage, scores: Tensor) -> Tensor:
+def launch_matrices(work: Work, pre: Stage, post: Stage, scores: Tensor) -> Tensor:
     """
-    (batch, row, group, 2, heads in, heads out), before and after the softmax: all that a query and the static map do to
-    a tile of scores, I + gate + w1 w2^T + static, as one matrix.
+    Compute (batch, row, group, 2, heads in, heads out), before and after the softmax: all that a query and the static
+    map do to a tile of scores, I + gate + w1 w2^T + static, as one matrix.
     """
     _, chunk, sizes = work
     matrices = scores.new_empty(chunk.number, chunk.rows, sizes.GROUPS, 2, sizes.HEADS_PADDED, sizes.HEADS_PADDED)
-    work.launch(_matrices_kernel, (chunk.rows, 2, chunk.number * sizes.GROUPS), JOINING, pre, post, matrices)
+    # Grid: a query, before or after the softmax, a group of heads in a row of the batch.
+    grid = chunk.rows, 2, chunk.number * sizes.GROUPS
+    matrices_fwd_kernel[grid](*work.arguments(), pre=pre, post=post, matrices=matrices, **REDUCING)
     return matrices
 
 
-def partial_sums(chunk: Chunk, scores: Tensor) -> Tensor:
-    """Memory for a sum by part of the keys: (batch, part, row, heads)."""
-    shape = (chunk.number, chunk.columns // PART.value, chunk.rows, scores.shape[1])
-    return scores.new_empty(shape, dtype=torch.float32)
-
-
-def join_over_keys(work: Work, largest: Tensor | None, sums: Tensor, joined: Tensor) -> None:
-    """
-    Into (batch, heads, query) the sums of (batch, part of keys, row, heads) over the parts that were computed, or with
-    the largest score of each part the logarithm of the softmax's sum.
-    """
+def launch_reduce_parts(work: Work, largest: Tensor | None, sums: Tensor, results: Tensor) -> None:
+    """Compute (batch, heads, query): sums over the parts of the keys, or with `largest` logarithms of softmax sums."""
     block, rows = 64, work.sizes.COMPOSE_M
-    grid = (cdiv(rows * sums.shape[3], block), work.chunk.rows // rows, work.chunk.number)
-    work.launch(_join_over_keys_kernel, grid, JOINING, largest, sums, joined, block, 16)
+    # Grid: a block of numbers of a block of rows, a block of rows, a row of the batch.
+    grid = cdiv(rows * sums.shape[3], block), work.chunk.rows // rows, work.chunk.number
+    options = {"BLOCK": block, "STEP": 16, **REDUCING}
+    reduce_parts_kernel[grid](*work.arguments(), largest=largest, sums=sums, results=results, **options)
+
+
+def launch_weights(
+    work: Work, pre: Stage, post: Stage, scores: Tensor, matrices: Tensor, log_sums: Tensor, weights: Tensor
+) -> None:
+    """Compute weights from scores, composed where that is not another launch."""
+    inputs = {"pre": pre, "post": post, "scores": scores, "matrices": matrices, "log_sums": log_sums}
+    options = {"COMPOSE": not work.sizes.IS_SPLIT, **work.compose_options()}
+    weights_fwd_kernel[work.compose_grid()](*work.arguments(), **inputs, weights=weights, **options)
+
+
+def launch_compose(work: Work, post: Stage, weights: Tensor, matrices: Tensor, composed: Tensor) -> None:
+    """Compose weights."""
+    compose_fwd_kernel[work.compose_grid()](
+        *work.arguments(), post=post, weights=weights, matrices=matrices, composed=composed, **work.compose_options()
+    )
+
+
+def launch_output(work: Work, weights: Tensor, v: Any, output: Any) -> None:
+    """Compute weights . v for the queries of a chunk; or as gradients of queries those of scores by keys."""
+    block, step = product_tile(v)
+    # Grid: a block of channels, a block of queries, a head of a row of the batch.
+    grid = cdiv(v.shape[3], block), work.chunk.rows // work.sizes.BLOCK_M, work.chunk.number * weights.shape[1]
+    options = {"BLOCK_D": block, "BLOCK_K": step, **work.sizes.product_options(output)}
+    v, o = States.of(v, weights.shape[1]), States.of(output)
+    output_fwd_kernel[grid](*work.arguments(), weights=weights, v=v, o=o, **options)
+
+
+class Rows(NamedTuple):
+    """The rows of a matrix product that a program computes, of one head, and the columns that they may see."""
+
+    b: Any
+    h: Any
+    row: Any  # [BLOCK_M]
+    offs_m: Any  # [BLOCK_M]: their queries
+    offset: Any  # where the scores of the head begin in the workspace
+    begin: Any  # the first block of columns
+    end: Any  # that after the last
+    base: Any  # the key of column 0
+
+
+@triton.jit
+def _program_rows(mask, chunk, sizes, BLOCK: tl.constexpr):
+    """The rows of a program, and blocks of BLOCK columns."""
+    pid_m, pid_bh = tl.program_id(1), tl.program_id(2)
+    b = (pid_bh // sizes.ALL_HEADS).to(tl.int64) + chunk.batch
+    first_row = pid_m * sizes.BLOCK_M
+    begin, end, base = visible_blocks(mask, b, chunk.start, first_row, sizes.BLOCK_M, BLOCK, sizes)
+    row = first_row + tl.arange(0, sizes.BLOCK_M)
+    offset = pid_bh.to(tl.int64) * chunk.rows * chunk.columns
+    return Rows(b, (pid_bh % sizes.ALL_HEADS).to(tl.int64), row, chunk.start + row, offset, begin, end, base)
+
+
+@triton.jit
+def scores_fwd_kernel(
+    mask, chunk, sizes, q, k, scores, scale, norms, blocks, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Scores of a block of queries, read once, with some blocks of keys, read while others are multiplied."""
+    rows, pid_n = _program_rows(mask, chunk, sizes, sizes.BLOCK_N), tl.program_id(0)
+    begin = tl.maximum(rows.begin, pid_n * blocks) * sizes.BLOCK_N
+    end = tl.minimum(rows.end, pid_n * blocks + blocks) * sizes.BLOCK_N
+    if norms is not None:
+        scale *= load_gradient_scale(norms)
+    q_rows = q.pointer + state_offsets(q, rows.b, rows.h, rows.offs_m.to(tl.int64))[:, None]
+    q_parts = ()
+    for start in tl.static_range(0, q.CHANNELS, BLOCK_K):
+        offs_d = start + tl.arange(0, BLOCK_K)
+        is_query = (rows.offs_m < mask.queries)[:, None] & (offs_d < q.CHANNELS)[None, :]
+        q_parts = q_parts + (tl.load(q_rows + offs_d[None, :], mask=is_query, other=0.0),)
+    for start in range(begin, end, WIDTH):
+        column = start + tl.arange(0, WIDTH)
+        offs_n = rows.base + column
+        k_rows = k.pointer + state_offsets(k, rows.b, rows.h, offs_n.to(tl.int64))[None, :]
+        total = tl.zeros([sizes.BLOCK_M, WIDTH], tl.float32)
+        for i in tl.static_range(len(q_parts)):
+            offs_d = i * BLOCK_K + tl.arange(0, BLOCK_K)
+            is_key = (offs_n < mask.keys)[None, :] & (offs_d < q.CHANNELS)[:, None]
+            k_part = tl.load(k_rows + offs_d[:, None], mask=is_key, other=0.0)
+            total = tl.dot(q_parts[i], k_part, total, input_precision="ieee")
+        offsets = rows.row[:, None] * chunk.columns + column[None, :]
+        tl.store(scores + rows.offset + offsets, (total * scale).to(scores.dtype.element_ty))
+
+
+@triton.jit
+def matrices_fwd_kernel(mask, chunk, sizes, pre, post, matrices):
+    """The matrix of one query before or after the softmax."""
+    group, row, pid_stage = program_group(chunk, sizes), tl.program_id(0), tl.program_id(1)
+    if chunk.start + row < mask.queries:
+        if pid_stage == 0:
+            matrix = _query_matrix(pre, group, chunk.start + row, sizes)
+        else:
+            matrix = _query_matrix(post, group, chunk.start + row, sizes)
+        pointers = matrix_pointers(matrices, chunk, group, row, pid_stage, sizes)
+        tl.store(pointers, matrix.to(matrices.dtype.element_ty))
+
+
+@triton.jit
+def _query_matrix(stage, group, t, sizes):
+    """The matrix [heads in, heads out] of query t."""
+    RANK: tl.constexpr = stage.query.RANK
+    matrix = identity(sizes.HEADS_PADDED, tl.float32)
+    factors = load_factors(stage.query, group.b, group.offs_h, t, group.is_head, tl.float32)
+    if stage.query.GATE:
+        matrix += matrix * factors[2 * RANK][None, :]
+    for r in tl.static_range(RANK):
+        matrix += factors[r][:, None] * factors[RANK + r][None, :]
+    if stage.HAS_STATIC:
+        offsets = group.offs_h[:, None] * sizes.HEADS + (group.offs_h - group.index * sizes.HEADS)[None, :]
+        is_inside = group.is_head[:, None] & group.is_head[None, :]
+        matrix += tl.load(stage.static + offsets, mask=is_inside, other=0).to(tl.float32)
+    return matrix
+
+
+@triton.jit
+def softmax_sums_fwd_kernel(mask, chunk, sizes, pre, scores, matrices, largest, sums):
+    """By part of the keys, the largest composed score and the sum of exponentials."""
+    tile = program_tile(mask, chunk, sizes)
+    if tile.is_seen:
+        factors = load_key_factors(pre, tile, scores.dtype.element_ty)
+        for row in range(tile.first_row, tile.end_row):
+            a = load_tile(scores, chunk, tile, row)
+            x = composed_scores(a, mask, chunk, sizes, tile, row, matrices, pre, factors)
+            x = tl.reshape(x, [sizes.COMPOSE_N // PART, PART, sizes.HEADS_PADDED])
+            highest = tl.maximum(tl.max(x, 1), -1e30)  # [COMPOSE_N // PART, HEADS]
+            offsets = part_offsets(chunk, tile.group, row, sizes)
+            tl.store(largest + offsets, highest, mask=tile.group.is_head[None, :])
+            tl.store(sums + offsets, tl.sum(tl.exp2(x - highest[:, None, :]), 1), mask=tile.group.is_head[None, :])
+
+
+@triton.jit
+def reduce_parts_kernel(mask, chunk, sizes, largest, sums, results, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    """
+    Sums over the parts of the keys that were computed; with the largest score of each part, the logarithm of the sum of
+    exponentials, infinity for a query that sees no key, which leaves it weights of zero.
+    """
+    batch_row, first_row = tl.program_id(2).to(tl.int64), tl.program_id(1) * sizes.COMPOSE_M
+    b = batch_row + chunk.batch
+    begin, end, _ = visible_blocks(mask, b, chunk.start, first_row, sizes.COMPOSE_M, sizes.COMPOSE_N, sizes)
+    begin, end = begin * (sizes.COMPOSE_N // PART), end * (sizes.COMPOSE_N // PART)
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # rows x heads
+    t = chunk.start + first_row + number // sizes.ALL_HEADS
+    is_inside = (number < sizes.COMPOSE_M * sizes.ALL_HEADS) & (t < mask.queries)
+    highest = tl.full([BLOCK], -1e30, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(begin, end, STEP):
+        part = start + tl.arange(0, STEP)
+        offsets = ((batch_row * (chunk.columns // PART) + part) * chunk.rows + first_row)[:, None] * sizes.ALL_HEADS
+        offsets += number[None, :]
+        is_computed = (part < end)[:, None] & is_inside[None, :]
+        part_sums = tl.load(sums + offsets, mask=is_computed, other=0.0)  # [STEP, BLOCK]
+        if largest is not None:
+            part_largest = tl.load(largest + offsets, mask=is_computed, other=-1e30)
+            new = tl.maximum(highest, tl.max(part_largest, 0))
+            part_sums *= tl.exp2(part_largest - new[None, :])
+            total *= tl.exp2(highest - new)
+            highest = new
+        total += tl.sum(part_sums, 0)
+    if largest is not None:
+        total = tl.where(total > 0.0, highest + tl.log2(total), float("inf"))
+    offsets = (b * sizes.ALL_HEADS + number % sizes.ALL_HEADS) * mask.queries + t
+    tl.store(results + offsets, total, mask=is_inside)
+
+
+@triton.jit
+def weights_fwd_kernel(mask, chunk, sizes, pre, post, scores, matrices, log_sums, weights, COMPOSE: tl.constexpr):
+    """Weights from scores, which they may take the place of, composed if COMPOSE."""
+    tile = program_tile(mask, chunk, sizes)
+    if tile.is_seen:
+        pre_factors = load_key_factors(pre, tile, scores.dtype.element_ty)
+        post_factors = load_key_factors(post, tile, scores.dtype.element_ty)
+        for row in range(tile.first_row, tile.end_row):
+            a = load_tile(scores, chunk, tile, row)
+            w = softmax_weights(a, mask, chunk, sizes, tile, row, matrices, log_sums, pre, pre_factors)
+            if COMPOSE:
+                matrix = tl.load(matrix_pointers(matrices, chunk, tile.group, row, 1, sizes))
+                w, _sums = compose_heads(w.to(a.dtype), w, matrix, post_factors, post, False)
+            store_tile(weights, w, chunk, tile, row)
+    elif COMPOSE:
+        store_zeros(weights, mask, chunk, sizes, tile)
+
+
+@triton.jit
+def compose_fwd_kernel(mask, chunk, sizes, post, weights, matrices, composed):
+    """Weights composed after the softmax."""
+    tile = program_tile(mask, chunk, sizes)
+    if tile.is_seen:
+        factors = load_key_factors(post, tile, weights.dtype.element_ty)
+        for row in range(tile.first_row, tile.end_row):
+            a = load_tile(weights, chunk, tile, row)
+            matrix = tl.load(matrix_pointers(matrices, chunk, tile.group, row, 1, sizes))
+            y, _sums = compose_heads(a, to_accumulator(a), matrix, factors, post, False)
+            store_tile(composed, y, chunk, tile, row)
+    else:
+        store_zeros(composed, mask, chunk, sizes, tile)
+
+
+@triton.jit
+def output_fwd_kernel(mask, chunk, sizes, weights, v, o, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Sums of some channels of the values by the weights of a block of queries."""
+    rows = _program_rows(mask, chunk, sizes, BLOCK_K)
+    offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    weights += rows.offset
+    total = tl.zeros([sizes.BLOCK_M, BLOCK_D], tl.float32)
+    for step in range(rows.begin, rows.end):
+        column = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        offs_n = rows.base + column
+        w = tl.load(weights + (rows.row[:, None] * chunk.columns + column[None, :]))  # [BLOCK_M, BLOCK_K]
+        pointers = v.pointer + (state_offsets(v, rows.b, rows.h, offs_n.to(tl.int64))[:, None] + offs_d[None, :])
+        block = tl.load(pointers, mask=(offs_n < mask.keys)[:, None] & (offs_d < v.CHANNELS)[None, :], other=0.0)
+        total = tl.dot(w, block, total, input_precision="ieee")
+    offsets = state_offsets(o, rows.b, rows.h, rows.offs_m.to(tl.int64))[:, None] + offs_d[None, :]
+    is_inside = (rows.offs_m < mask.queries)[:, None] & (offs_d < v.CHANNELS)[None, :]
+    tl.store(o.pointer + offsets, total.to(o.pointer.dtype.element_ty), mask=is_inside)

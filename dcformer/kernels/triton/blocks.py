@@ -1,11 +1,48 @@
-"""Which keys a tile of queries sees, and what kernels load. Letters: b row of the batch, h head, t query, s key."""
+"""
+What kernels share: which keys a block of queries sees, loading and storing, and composing the heads of a tile.
+
+Names: b is a row of the batch, offs_h are heads, offs_m queries, offs_n keys and offs_d channels. A row and a column
+are those of the workspace (`workspace.Chunk`): row 0 is query `chunk.start`, and where column 0 is depends on the row.
+
+A composed tile has the scores of one query, [COMPOSE_N, HEADS]. All that the query and the static map do to it is a
+product with one matrix, I + gate + w1 w2^T + static. What the keys do is elementwise except for the sums over the
+heads. With w1 and w2 exchanged and the matrix transposed the same function composes gradients.
+"""
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+from .tuning import PART
+
+
+class Group(NamedTuple):
+    """The group of heads that a program composes, in one row of the batch."""
+
+    batch_row: Any  # the row of the batch as it is numbered in the workspace
+    b: Any
+    index: Any  # of the group
+    offs_h: Any  # [HEADS_PADDED]
+    is_head: Any  # [HEADS_PADDED]: False where the group has no more heads
+
+
+class Tile(NamedTuple):
+    """What a program composes: the scores of some keys, of one query after another."""
+
+    group: Group
+    first_row: Any
+    end_row: Any
+    column: Any  # [COMPOSE_N]
+    offs_n: Any  # [COMPOSE_N]: the keys of these columns
+    is_key: Any  # [COMPOSE_N]: False for padding, and past the last key
+    document: Any  # [COMPOSE_N]: the first token of each key's document, if tokens are packed
+    offsets: Any  # [HEADS_PADDED, COMPOSE_N]: where the scores of row 0 are in the workspace
+    is_seen: Any  # whether any of the queries may see any of the keys
+
 
 @triton.jit
-def first_key_of_block(mask, start, row, sizes):
+def first_key(mask, start, row, sizes):
     """
     The key of column 0 for the block of BLOCK_M rows that a row is in: the first that the block sees, rounded down so
     that blocks of columns are blocks of keys too. `start` is the query of row 0.
@@ -18,10 +55,13 @@ def first_key_of_block(mask, start, row, sizes):
 
 
 @triton.jit
-def key_ranges(mask, b, t):
-    """First and last key that each query may see by causality, window and document; none for queries past the end."""
-    position = t + mask.query_offset
-    first = t * 0
+def key_range(mask, b, offs_m):
+    """
+    First and last key that each query may see by causality, window and document, none past the last query: with
+    `mask_scores` the rule of visibility_dcformer.py.
+    """
+    position = offs_m + mask.query_offset
+    first = offs_m * 0
     last = first + mask.keys - 1
     if mask.CAUSAL:
         last = tl.minimum(last, position)
@@ -29,71 +69,97 @@ def key_ranges(mask, b, t):
         first = tl.maximum(first, position - mask.window + 1)
         if not mask.CAUSAL:
             last = tl.minimum(last, position + mask.window - 1)
-    inside = t < mask.queries
+    is_query = offs_m < mask.queries
     if mask.first_keys is not None:
-        offset = b * mask.sequence_stride + t
-        first = tl.maximum(first, tl.load(mask.first_keys + offset, mask=inside, other=0))
-        last = tl.minimum(last, tl.load(mask.last_keys + offset, mask=inside, other=0))
-    return tl.where(inside, first, mask.keys), tl.where(inside, last, -1)
+        offsets = b * mask.document_stride_b + offs_m
+        first = tl.maximum(first, tl.load(mask.first_keys + offsets, mask=is_query, other=0))
+        last = tl.minimum(last, tl.load(mask.last_keys + offsets, mask=is_query, other=0))
+    return tl.where(is_query, first, mask.keys), tl.where(is_query, last, -1)
 
 
 @triton.jit
-def columns_in_sight(mask, b, start, row, ROWS: tl.constexpr, sizes):
+def visible_blocks(mask, b, start, row, ROWS: tl.constexpr, BLOCK: tl.constexpr, sizes):
     """
-    Of a block of rows from `row` on, the first and the last column that any of them may see, none if the last is the
-    smaller, and the key of column 0; `start` is the query of row 0.
+    The first block of columns that any of ROWS rows may see, that after the last, and the key of column 0. `start` is
+    the query of row 0.
     """
-    first, last = key_ranges(mask, b, start + row + tl.arange(0, ROWS))
-    base = first_key_of_block(mask, start, row, sizes)
-    return tl.maximum(tl.min(first) - base, 0), tl.max(last) - base, base
+    first, last = key_range(mask, b, start + row + tl.arange(0, ROWS))
+    base = first_key(mask, start, row, sizes)
+    return tl.maximum(tl.min(first) - base, 0) // BLOCK, tl.maximum(tl.max(last) - base + BLOCK, 0) // BLOCK, base
 
 
 @triton.jit
-def blocks_in_sight(first, last, BLOCK: tl.constexpr):
-    """From which block of columns to before which there are columns from the first to the last."""
-    return first // BLOCK, tl.maximum(last + BLOCK, 0) // BLOCK
-
-
-@triton.jit
-def rows_in_sight(mask, b, chunk, s, BLOCK: tl.constexpr):
-    """The rows of a chunk, from a multiple of BLOCK to before the second, that may see any of the keys s, or none."""
+def visible_rows(mask, b, chunk, offs_n, BLOCK: tl.constexpr):
+    """The rows of a chunk, from a multiple of BLOCK to before the second, that may see any of these keys, or none."""
     begin = chunk.start
     end = tl.minimum(chunk.start + chunk.rows, mask.queries)
     if mask.CAUSAL:
-        begin = tl.maximum(begin, tl.min(s) - mask.query_offset)
+        begin = tl.maximum(begin, tl.min(offs_n) - mask.query_offset)
     if mask.window is not None:
-        end = tl.minimum(end, tl.minimum(tl.max(s), mask.keys - 1) - mask.query_offset + mask.window)
+        end = tl.minimum(end, tl.minimum(tl.max(offs_n), mask.keys - 1) - mask.query_offset + mask.window)
         if not mask.CAUSAL:
-            begin = tl.maximum(begin, tl.min(s) - mask.query_offset - mask.window + 1)
+            begin = tl.maximum(begin, tl.min(offs_n) - mask.query_offset - mask.window + 1)
     if mask.first_keys is not None:
         # Queries and keys are the same tokens, so whom a token sees are those who see it.
-        offset = b * mask.sequence_stride + s
-        begin = tl.maximum(begin, tl.min(tl.load(mask.first_keys + offset, mask=s < mask.keys, other=mask.keys)))
-        end = tl.minimum(end, tl.max(tl.load(mask.last_keys + offset, mask=s < mask.keys, other=-1)) + 1)
+        offsets = b * mask.document_stride_b + offs_n
+        is_key = offs_n < mask.keys
+        begin = tl.maximum(begin, tl.min(tl.load(mask.first_keys + offsets, mask=is_key, other=mask.keys)))
+        end = tl.minimum(end, tl.max(tl.load(mask.last_keys + offsets, mask=is_key, other=-1)) + 1)
     # Rounded down, a beginning past the end may come before it.
     return (begin - chunk.start) // BLOCK * BLOCK, tl.where(begin < end, end - chunk.start, 0)
 
 
 @triton.jit
-def offsets_of(states, b, h, position):
-    """Where the channels of positions begin, in elements, for heads of queries."""
-    head = h // states.KV_GROUPS * (states.head >> 1)
-    return (b * (states.batch >> 1) + head + position * states.position) * states.UNIT
+def load_keys(mask, b, offs_n):
+    """Which keys are real, and the first token of the document of each."""
+    is_key = offs_n < mask.keys
+    document = offs_n
+    if mask.first_keys is not None:
+        document = tl.load(mask.first_keys + b * mask.document_stride_b + offs_n, mask=is_key, other=-2)
+    if mask.padding is not None:
+        padding = mask.padding + b * (mask.padding_stride_b >> 1)
+        is_key = is_key & (tl.load(padding + offs_n, mask=is_key, other=0) != 0)
+    return is_key, document
 
 
 @triton.jit
-def load_factors(side, b, h, position, inside, DTYPE: tl.constexpr):
+def mask_scores(x, mask, t, tile):
+    """Add a float mask to scores [COMPOSE_N, HEADS] of query t, and set those of keys that it does not see to -inf."""
+    b, offs_n = tile.group.b, tile.offs_n
+    first, last = key_range(mask, b, t)
+    is_visible = tile.is_key & (offs_n >= first) & (offs_n <= last)
+    if mask.first_keys is not None:
+        is_visible = is_visible & (tile.document == tl.load(mask.first_keys + b * mask.document_stride_b + t))
+    if mask.dense is not None:
+        offsets = b * (mask.dense_stride_b >> 1) + tl.cast(t, tl.int64) * (mask.dense_stride_m >> 1) + offs_n
+        dense = tl.load(mask.dense + offsets, mask=offs_n < mask.keys, other=0)
+        if mask.dense.dtype.element_ty == tl.float32:
+            x += dense[:, None]
+        else:
+            is_visible = is_visible & (dense != 0)
+    return tl.where(is_visible[:, None], x, -float("inf"))
+
+
+@triton.jit
+def state_offsets(states, b, offs_h, offs_t):
+    """Where the channels of positions begin, in elements, for heads of queries."""
+    head = offs_h // states.KV_GROUPS * (states.stride_h >> 1)
+    return (b * (states.stride_b >> 1) + head + offs_t * states.stride_t) * states.UNIT
+
+
+@triton.jit
+def load_factors(side, b, offs_h, offs_t, is_inside, DTYPE: tl.constexpr):
     """A tuple: w1 of each rank, w2 of each rank, the gate, of the shape that rows, heads and positions broadcast to."""
     factors = ()
     if side.pointer is not None:
-        head_stride = tl.cast(side.head >> side.IS_CACHED, tl.int64)
-        offsets = b * (side.batch >> side.IS_CACHED) + h // side.KV_GROUPS * head_stride
-        offsets += tl.cast(position, tl.int64) * side.position
+        stride_h = tl.cast(side.stride_h >> side.IS_CACHED, tl.int64)
+        offsets = b * (side.stride_b >> side.IS_CACHED) + offs_h // side.KV_GROUPS * stride_h
+        offsets += tl.cast(offs_t, tl.int64) * side.stride_t
         if side.UNIT == 8:
+            # One load for eight: the bits of a factor's number are axes, of which a split takes the last.
             eight = side.pointer + (tl.expand_dims(offsets, -1) * 8 + tl.arange(0, 8))
-            eight = tl.load(eight, mask=tl.expand_dims(inside, -1), other=0).to(DTYPE)
-            # The bits of a factor's number are axes, of which a split takes the last.
-            even, odd = tl.split(tl.reshape(eight, inside.shape + (2, 2, 2)))
+            eight = tl.load(eight, mask=tl.expand_dims(is_inside, -1), other=0).to(DTYPE)
+            even, odd = tl.split(tl.reshape(eight, is_inside.shape + (2, 2, 2)))
             f04, f26 = tl.split(even)
             f15, f37 = tl.split(odd)
             f0, f4 = tl.split(f04)
@@ -102,8 +168,190 @@ def load_factors(side, b, h, position, inside, DTYPE: tl.constexpr):
             f3, f7 = tl.split(f37)
             factors = (f0, f1, f2, f3, f4, f5, f6, f7)
         else:
-            offsets += h % side.KV_GROUPS * side.in_group
+            offsets += offs_h % side.KV_GROUPS * side.stride_member
             for i in tl.static_range(side.NUMBER):
-                factor = tl.load(side.pointer + (offsets + i * side.factor), mask=inside, other=0)
+                factor = tl.load(side.pointer + (offsets + i * side.stride_factor), mask=is_inside, other=0)
                 factors = factors + (factor.to(DTYPE),)
     return factors
+
+
+@triton.jit
+def program_group(chunk, sizes):
+    """The group of heads of a program, which the third axis of the grid counts for each row of the batch."""
+    batch_row = (tl.program_id(2) // sizes.GROUPS).to(tl.int64)
+    group = tl.program_id(2) % sizes.GROUPS
+    member = tl.arange(0, sizes.HEADS_PADDED)
+    return Group(batch_row, batch_row + chunk.batch, group, group * sizes.HEADS + member, member < sizes.HEADS)
+
+
+@triton.jit
+def program_tile(mask, chunk, sizes):
+    """The tile of a program in the grid `Work.compose_grid`."""
+    group, pid_n, first_row = program_group(chunk, sizes), tl.program_id(0), tl.program_id(1) * sizes.COMPOSE_M
+    begin, end, base = visible_blocks(mask, group.b, chunk.start, first_row, sizes.COMPOSE_M, sizes.COMPOSE_N, sizes)
+    end_row = tl.minimum(first_row + sizes.COMPOSE_M, mask.queries - chunk.start)
+    column = pid_n * sizes.COMPOSE_N + tl.arange(0, sizes.COMPOSE_N)
+    is_key, document = load_keys(mask, group.b, base + column)
+    offsets = head_offsets(chunk, group, sizes)[:, None] + column[None, :]
+    is_seen = (pid_n >= begin) & (pid_n < end)
+    return Tile(group, first_row, end_row, column, base + column, is_key, document, offsets, is_seen)
+
+
+@triton.jit
+def head_offsets(chunk, group, sizes):
+    """Where the scores of each head of a group begin in the workspace."""
+    return (group.batch_row * sizes.ALL_HEADS + group.offs_h) * (tl.cast(chunk.rows, tl.int64) * chunk.columns)
+
+
+@triton.jit
+def part_offsets(chunk, group, row, sizes):
+    """Where a row's parts of a program's keys, [COMPOSE_N // PART, HEADS], are in (batch, part, row, head)."""
+    part = tl.program_id(0) * (sizes.COMPOSE_N // PART) + tl.arange(0, sizes.COMPOSE_N // PART)
+    rows = (group.batch_row * (chunk.columns // PART) + part) * chunk.rows + row
+    return rows[:, None] * sizes.ALL_HEADS + group.offs_h[None, :]
+
+
+@triton.jit
+def load_key_factors(stage, tile, DTYPE: tl.constexpr):
+    """The factors of the keys of a tile, [COMPOSE_N, HEADS] each."""
+    group = tile.group
+    is_inside = tile.is_key[:, None] & group.is_head[None, :]
+    return load_factors(stage.key, group.b, group.offs_h[None, :], tile.offs_n[:, None], is_inside, DTYPE)
+
+
+@triton.jit
+def load_tile(pointer, chunk, tile, row):
+    """A tile [COMPOSE_N, HEADS] of a row, with zeros for heads that only pad the tile.group."""
+    return tl.trans(
+        tl.load(pointer + (tile.offsets + row * chunk.columns), mask=tile.group.is_head[:, None], other=0.0)
+    )
+
+
+@triton.jit
+def store_tile(pointer, x, chunk, tile, row):
+    """Store a tile [COMPOSE_N, HEADS] of a row."""
+    pointers = pointer + (tile.offsets + row * chunk.columns)
+    tl.store(pointers, tl.trans(x).to(pointer.dtype.element_ty), mask=tile.group.is_head[:, None])
+
+
+@triton.jit
+def store_zeros(pointer, mask, chunk, sizes, tile):
+    """
+    Store zeros in a tile that none of its queries sees, if another query of the block of rows sees its block of keys,
+    which the matrix products therefore read.
+    """
+    first_column = tl.program_id(0) * sizes.COMPOSE_N
+    block_row = tile.first_row // sizes.BLOCK_M * sizes.BLOCK_M
+    begin, end, _ = visible_blocks(mask, tile.group.b, chunk.start, block_row, sizes.BLOCK_M, sizes.BLOCK_N, sizes)
+    if (first_column >= begin * sizes.BLOCK_N) & (first_column < end * sizes.BLOCK_N):
+        zeros = tl.zeros([sizes.COMPOSE_N, sizes.HEADS_PADDED], pointer.dtype.element_ty)
+        for row in range(tile.first_row, tile.first_row + sizes.COMPOSE_M):
+            store_tile(pointer, zeros, chunk, tile, row)
+
+
+@triton.jit
+def load_row(pointer, mask, group, t, sizes):
+    """
+    A number of query t for each head, [HEADS] of (batch, heads, query); infinity for heads that only pad the group,
+    which leaves them weights of zero.
+    """
+    offsets = (group.b * sizes.ALL_HEADS + group.offs_h) * mask.queries + t
+    return tl.load(pointer + offsets, mask=group.is_head, other=float("inf"))
+
+
+@triton.jit
+def matrix_pointers(matrices, chunk, group, row, index, sizes, NUMBER: tl.constexpr = 2):
+    """Pointers to a query's matrix [heads in, heads out], the index-th of NUMBER."""
+    h = tl.arange(0, sizes.HEADS_PADDED)
+    index += ((group.batch_row * chunk.rows + row) * sizes.GROUPS + group.index) * NUMBER
+    return matrices + index * (sizes.HEADS_PADDED * sizes.HEADS_PADDED) + h[:, None] * sizes.HEADS_PADDED + h[None, :]
+
+
+@triton.jit
+def identity(SIZE: tl.constexpr, DTYPE: tl.constexpr):
+    """The identity matrix [SIZE, SIZE]."""
+    h = tl.arange(0, SIZE)
+    return (h[:, None] == h[None, :]).to(DTYPE)
+
+
+@triton.jit
+def to_accumulator(a):
+    """
+    A tile in float32, as a matrix product leaves it. The product with the identity is exact, and cheaper than to change
+    how threads hold what they have loaded.
+    """
+    if a.dtype == tl.float32:
+        return a
+    else:
+        return tl.dot(a, identity(a.shape[1], a.dtype))
+
+
+@triton.jit
+def sum_over_heads(x):
+    """
+    The sum of each row of [COMPOSE_N, HEADS] in each of its columns. A product with ones leaves it in 8 columns, of
+    which each thread takes one: nothing is exchanged between threads.
+    """
+    BLOCK_N: tl.constexpr = x.shape[0]
+    HEADS: tl.constexpr = x.shape[1]
+    total = tl.dot(x, tl.full([HEADS, 8], 1.0, x.dtype))
+    total, _same = tl.split(tl.reshape(total, [BLOCK_N, 4, 2]))
+    total = tl.broadcast_to(total[:, None, :, None], [BLOCK_N, HEADS // 8, 4, 2])
+    return tl.reshape(total, [BLOCK_N, HEADS])
+
+
+@triton.jit
+def compose_heads(a, a32, matrix, key, stage, TRANSPOSED: tl.constexpr):
+    """
+    Equation 7 for one query's tile a [COMPOSE_N, HEADS], which is given in float32 too. Returns the composed tile in
+    float32 and, of each rank, the sums over the heads with the keys' w1 (w2 in the transpose), in every column.
+    """
+    x = a32
+    if stage.query.RANK + stage.query.GATE + stage.HAS_STATIC > 0:
+        x = tl.dot(a, tl.trans(matrix) if TRANSPOSED else matrix, input_precision="ieee")
+    RANK: tl.constexpr = stage.key.RANK
+    sums = ()
+    if RANK + stage.key.GATE > 0:
+        a = a32.to(a.dtype)
+        of_key = a * key[2 * RANK] if stage.key.GATE else tl.zeros(a.shape, a.dtype)
+        for r in tl.static_range(RANK):
+            product = a * key[TRANSPOSED * RANK + r]
+            total = tl.sum(product, 1, keep_dims=True) if a.dtype == tl.float32 else sum_over_heads(product)
+            of_key += total.to(a.dtype) * key[(1 - TRANSPOSED) * RANK + r]
+            sums = sums + (total,)
+        x = x + of_key if a.dtype == tl.float32 else tl.dot(of_key, identity(a.shape[1], a.dtype), x)
+    return x, sums
+
+
+@triton.jit
+def composed_scores(a, mask, chunk, sizes, tile, row, matrices, stage, factors):
+    """Scores a [COMPOSE_N, HEADS] of a row composed before the softmax, and masked."""
+    matrix = tl.load(matrix_pointers(matrices, chunk, tile.group, row, 0, sizes))
+    x, _sums = compose_heads(a, to_accumulator(a), matrix, factors, stage, False)
+    return mask_scores(x, mask, chunk.start + row, tile)
+
+
+@triton.jit
+def softmax_weights(a, mask, chunk, sizes, tile, row, matrices, log_sums, stage, factors):
+    """Weights of scores a [COMPOSE_N, HEADS] of a row, from the logarithms to base 2 of the softmax's sums."""
+    log_sum = load_row(log_sums, mask, tile.group, chunk.start + row, sizes)  # on its way while scores are composed
+    x = composed_scores(a, mask, chunk, sizes, tile, row, matrices, stage, factors)
+    return tl.exp2(x - log_sum[None, :])
+
+
+@triton.jit
+def sum_parts(x, sizes):
+    """Sums of a tile [COMPOSE_N, HEADS] by parts of the keys, [COMPOSE_N // PART, HEADS]."""
+    return tl.sum(tl.reshape(x, [sizes.COMPOSE_N // PART, PART, sizes.HEADS_PADDED]), 1)
+
+
+@triton.jit
+def load_gradient_scale(norms):
+    """
+    What gradients of 16-bit inputs are multiplied by to be in float16: a power of 2, from the largest norms of output
+    gradients and of values, which bound gradients of weights. Bounded by 2^5 they leave room for both compositions,
+    which may make 2,000 times as much of them, as they can of 64 heads that agree, before float16 ends.
+    """
+    exponent = tl.floor(tl.log2(32.0 / (tl.load(norms) * tl.load(norms + 1))))
+    bounded = tl.minimum(tl.maximum(exponent, -100.0), 100.0)
+    return tl.exp2(tl.where(exponent == exponent, bounded, exponent))  # NaN in any gradient is NaN in all

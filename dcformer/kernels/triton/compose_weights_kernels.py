@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..call import cdiv, channels_last, next_power_of_2
-from .layout import constant
+from .tuning import constant
 
 
 _MOST_PARTS = 32  # of the hidden channels: with four slots 128 programs, about one per multiprocessor

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..call import cdiv, channels_last, new_states, next_power_of_2
-from .layout import constant
+from .tuning import constant
 
 
 _BLOCK_H = 8  # heads of a program
