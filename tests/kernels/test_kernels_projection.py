@@ -488,8 +488,8 @@ print(json.dumps(found))
 def test_they_compile_without_spilled_registers():
     kernels = printed_by("-c", COMPILE)
     names = [kernel["kernel"] for kernel in kernels]
-    factors = 4 * ["_factors_kernel", "_gradients_kernel"] + 3 * ["_partial_products_kernel", "_factors_kernel"]
-    assert names == factors + 3 * ["_rotation_kernel"]
+    factors = 4 * ["factors_fwd_kernel", "factors_bwd_kernel"] + 3 * ["partial_products_kernel", "factors_fwd_kernel"]
+    assert names == factors + 3 * ["rotation_fwd_kernel"]
     assert all(kernel["stack"] == 0 for kernel in kernels)
     assert all(kernel["registers"] <= 128 and kernel["shared"] <= 99 * 2**10 for kernel in kernels)
 

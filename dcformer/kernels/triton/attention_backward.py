@@ -28,38 +28,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..call import LOG2_E, Call, cdiv
-from .attention_forward import (
-    SCORE_TYPES,
-    launch_compose,
-    launch_matrices,
-    launch_output,
-    launch_reduce_parts,
-    launch_scores,
-    launch_weights,
-)
-from .blocks import (
-    compose_heads,
-    first_key,
-    head_offsets,
-    identity,
-    load_factors,
-    load_gradient_scale,
-    load_key_factors,
-    load_row,
-    load_tile,
-    matrix_pointers,
-    part_offsets,
-    program_group,
-    program_tile,
-    softmax_weights,
-    state_offsets,
-    store_tile,
-    store_zeros,
-    sum_parts,
-    to_accumulator,
-    visible_blocks,
-    visible_rows,
-)
+from . import attention_forward as forward
+from . import blocks
 from .tuning import PART, REDUCING, Sizes, constant, product_tile
 from .workspace import Mask, Stage, States, Work, plan_chunks
 
@@ -80,35 +50,35 @@ def composed_backward(
     deltas, totals = torch.empty_like(log_sums), torch.empty_like(log_sums)
     for chunk in chunks:
         work = Work(mask, chunk, sizes)
-        scores = work.new_scores(query, SCORE_TYPES[query.dtype])
+        scores = work.new_scores(query, forward.SCORE_TYPES[query.dtype])
         gradients, weights = torch.empty_like(scores), torch.empty_like(scores)
         composed, score_gradients = work.new_scores(query, query.dtype), gradients.view(query.dtype)
-        launch_scores(work, query, key, scores, call.scaling * LOG2_E)
-        launch_scores(work, output_gradient, value, gradients, 1.0, norms)
-        matrices, part_deltas = launch_matrices(work, pre, post, scores), work.new_parts(scores)
+        forward.launch_scores(work, query, key, scores, call.scaling * LOG2_E)
+        forward.launch_scores(work, output_gradient, value, gradients, 1.0, norms)
+        matrices, part_deltas = forward.launch_matrices(work, pre, post, scores), work.new_parts(scores)
         part_totals = work.new_parts(scores) if scores.dtype == torch.float32 else None
         shared = {"post": post, "matrices": matrices, "gradients": gradients, "weights": weights}
         shared |= {"part_deltas": part_deltas, "part_totals": part_totals, **work.compose_options()}
         if sizes.IS_SPLIT:
-            launch_weights(work, pre, post, scores, matrices, log_sums, weights)
+            forward.launch_weights(work, pre, post, scores, matrices, log_sums, weights)
             deltas_bwd_kernel[work.compose_grid()](*work.arguments(), **shared)
-            launch_compose(work, post, weights, matrices, composed)
+            forward.launch_compose(work, post, weights, matrices, composed)
         else:
             weights_bwd_kernel[work.compose_grid()](
                 *work.arguments(), pre=pre, scores=scores, log_sums=log_sums, composed=composed, **shared
             )
-        launch_reduce_parts(work, None, part_deltas, deltas)
+        forward.launch_reduce_parts(work, None, part_deltas, deltas)
         if part_totals is not None:
             # Logarithms of large scores are rounded so far that weights do not add up to 1. Divided by what they add up
             # to, the gradients of a query's scores add up to 0; a query that sees no key has 0 here.
-            launch_reduce_parts(work, None, part_totals, totals)
+            forward.launch_reduce_parts(work, None, part_totals, totals)
             deltas /= totals.clamp(min=0.5)
         after = Composition(post, weights, gradients, gradients, 1.0, norms, deltas, constant(1))
         _launch_compose_bwd(work, after, matrices, *results[6:])
         before = Composition(pre, scores, gradients, score_gradients, call.scaling, norms, None, constant(0))
         _launch_compose_bwd(work, before, matrices, *results[3:6])
         _launch_dkv(work, composed, output_gradient, results[2])
-        launch_output(work, score_gradients, key, results[0])
+        forward.launch_output(work, score_gradients, key, results[0])
         _launch_dkv(work, score_gradients, query, results[1])
         # Their memory is that of the next chunk.
         del scores, gradients, weights, composed, score_gradients, matrices, part_deltas, part_totals, shared
@@ -201,11 +171,11 @@ def _launch_dkv(work: Work, weights: Tensor, q: Tensor, gradients: Any) -> None:
 @triton.jit
 def _store_deltas(e, d, matrix, mask, chunk, sizes, tile, row, post, factors, part_deltas, part_totals):
     """Store by part of the keys the sums of weights e times their gradients, from those d of composed weights."""
-    p, _sums = compose_heads(d, to_accumulator(d), matrix, factors, post, True)
-    offsets = part_offsets(chunk, tile.group, row, sizes)
-    tl.store(part_deltas + offsets, sum_parts(e * p, sizes), mask=tile.group.is_head[None, :])
+    p, _sums = blocks.compose_heads(d, blocks.to_accumulator(d), matrix, factors, post, True)
+    offsets = blocks.part_offsets(chunk, tile.group, row, sizes)
+    tl.store(part_deltas + offsets, blocks.sum_parts(e * p, sizes), mask=tile.group.is_head[None, :])
     if part_totals is not None:
-        tl.store(part_totals + offsets, sum_parts(e, sizes), mask=tile.group.is_head[None, :])
+        tl.store(part_totals + offsets, blocks.sum_parts(e, sizes), mask=tile.group.is_head[None, :])
 
 
 @triton.jit
@@ -213,33 +183,33 @@ def weights_bwd_kernel(
     mask, chunk, sizes, pre, post, scores, log_sums, matrices, gradients, weights, composed, part_deltas, part_totals
 ):
     """Weights from scores, composed weights, and by part of the keys deltas and, if wanted, totals of the weights."""
-    tile = program_tile(mask, chunk, sizes)
+    tile = blocks.program_tile(mask, chunk, sizes)
     if tile.is_seen:
-        pre_factors = load_key_factors(pre, tile, scores.dtype.element_ty)
-        factors = load_key_factors(post, tile, scores.dtype.element_ty)
+        pre_factors = blocks.load_key_factors(pre, tile, scores.dtype.element_ty)
+        factors = blocks.load_key_factors(post, tile, scores.dtype.element_ty)
         for row in range(tile.first_row, tile.end_row):
-            a = load_tile(scores, chunk, tile, row)
-            d = load_tile(gradients, chunk, tile, row)
-            e = softmax_weights(a, mask, chunk, sizes, tile, row, matrices, log_sums, pre, pre_factors)
-            store_tile(weights, e, chunk, tile, row)
-            matrix = tl.load(matrix_pointers(matrices, chunk, tile.group, row, 1, sizes))
+            a = blocks.load_tile(scores, chunk, tile, row)
+            d = blocks.load_tile(gradients, chunk, tile, row)
+            e = blocks.softmax_weights(a, mask, chunk, sizes, tile, row, matrices, log_sums, pre, pre_factors)
+            blocks.store_tile(weights, e, chunk, tile, row)
+            matrix = tl.load(blocks.matrix_pointers(matrices, chunk, tile.group, row, 1, sizes))
             _store_deltas(e, d, matrix, mask, chunk, sizes, tile, row, post, factors, part_deltas, part_totals)
-            y, _sums = compose_heads(e.to(a.dtype), e, matrix, factors, post, False)
-            store_tile(composed, y, chunk, tile, row)
+            y, _sums = blocks.compose_heads(e.to(a.dtype), e, matrix, factors, post, False)
+            blocks.store_tile(composed, y, chunk, tile, row)
     else:
-        store_zeros(composed, mask, chunk, sizes, tile)
+        blocks.store_zeros(composed, mask, chunk, sizes, tile)
 
 
 @triton.jit
 def deltas_bwd_kernel(mask, chunk, sizes, post, matrices, gradients, weights, part_deltas, part_totals):
     """By part of the keys deltas and, if wanted, totals of the weights."""
-    tile = program_tile(mask, chunk, sizes)
+    tile = blocks.program_tile(mask, chunk, sizes)
     if tile.is_seen:
-        factors = load_key_factors(post, tile, weights.dtype.element_ty)
+        factors = blocks.load_key_factors(post, tile, weights.dtype.element_ty)
         for row in range(tile.first_row, tile.end_row):
-            e = to_accumulator(load_tile(weights, chunk, tile, row))
-            d = load_tile(gradients, chunk, tile, row)
-            matrix = tl.load(matrix_pointers(matrices, chunk, tile.group, row, 1, sizes))
+            e = blocks.to_accumulator(blocks.load_tile(weights, chunk, tile, row))
+            d = blocks.load_tile(gradients, chunk, tile, row)
+            matrix = tl.load(blocks.matrix_pointers(matrices, chunk, tile.group, row, 1, sizes))
             _store_deltas(e, d, matrix, mask, chunk, sizes, tile, row, post, factors, part_deltas, part_totals)
 
 
@@ -251,32 +221,32 @@ def compose_bwd_kernel(mask, chunk, sizes, of, matrices, sums, SUM_W1: tl.conste
     SUM_W1 those of w1 and the gate, and if SUM_W2 those of w2.
     """
     RANK: tl.constexpr = of.stage.key.RANK
-    tile = program_tile(mask, chunk, sizes)
+    tile = blocks.program_tile(mask, chunk, sizes)
     if tile.is_seen:
-        factors = load_key_factors(of.stage, tile, of.inputs.dtype.element_ty)
+        factors = blocks.load_key_factors(of.stage, tile, of.inputs.dtype.element_ty)
         inverse, scale = 1.0, of.scale
         if of.norms is not None:
-            inverse = 1.0 / load_gradient_scale(of.norms)
+            inverse = 1.0 / blocks.load_gradient_scale(of.norms)
             scale *= inverse
         w1_sums = _zero_sums(RANK * SUM_W1, sizes)
         w2_sums = _zero_sums(RANK * SUM_W2, sizes)
         gate_sums = _zero_sums(of.stage.key.GATE * SUM_W1, sizes)
         for row in range(tile.first_row, tile.end_row):
-            a = load_tile(of.inputs, chunk, tile, row)
-            d = load_tile(of.gradients, chunk, tile, row)
-            matrix = tl.load(matrix_pointers(matrices, chunk, tile.group, row, of.INDEX, sizes))
+            a = blocks.load_tile(of.inputs, chunk, tile, row)
+            d = blocks.load_tile(of.gradients, chunk, tile, row)
+            matrix = tl.load(blocks.matrix_pointers(matrices, chunk, tile.group, row, of.INDEX, sizes))
             if of.deltas is not None:
-                delta = load_row(of.deltas, mask, tile.group, chunk.start + row, sizes)
-            d32 = to_accumulator(d)
-            p, d_sums = compose_heads(d, d32, matrix, factors, of.stage, True)
-            a32 = to_accumulator(a)
+                delta = blocks.load_row(of.deltas, mask, tile.group, chunk.start + row, sizes)
+            d32 = blocks.to_accumulator(d)
+            p, d_sums = blocks.compose_heads(d, d32, matrix, factors, of.stage, True)
+            a32 = blocks.to_accumulator(a)
             if of.input_gradients is not None:
                 p = a32 * (p - delta[None, :]) if of.deltas is not None else p * scale
-                store_tile(of.input_gradients, p, chunk, tile, row)
+                blocks.store_tile(of.input_gradients, p, chunk, tile, row)
             if SUM_W1:
                 w1_sums = _add_products(w1_sums, d_sums, a32)
             if SUM_W2:
-                _y, a_sums = compose_heads(a, a32, matrix, factors, of.stage, False)
+                _y, a_sums = blocks.compose_heads(a, a32, matrix, factors, of.stage, False)
                 w2_sums = _add_products(w2_sums, a_sums, d32)
             if SUM_W1:  # last: three registers fewer on compute capability 10.0
                 gate_sums = _add_products(gate_sums, (a32,) if of.stage.key.GATE else (), d32)
@@ -288,7 +258,7 @@ def compose_bwd_kernel(mask, chunk, sizes, of, matrices, sums, SUM_W1: tl.conste
             _store_sums(sums + offsets, w2_sums, RANK, inverse, tile, sizes)
             _store_sums(sums + offsets, gate_sums, 2 * RANK, inverse, tile, sizes)
     elif (of.deltas is None) & (of.input_gradients is not None):
-        store_zeros(of.input_gradients, mask, chunk, sizes, tile)
+        blocks.store_zeros(of.input_gradients, mask, chunk, sizes, tile)
 
 
 @triton.jit
@@ -323,11 +293,11 @@ def query_factors_bwd_kernel(mask, chunk, sizes, stage, inputs, gradients, norms
     factors).
     """
     RANK: tl.constexpr = stage.query.RANK
-    group, row = program_group(chunk, sizes), tl.program_id(0)
+    group, row = blocks.program_group(chunk, sizes), tl.program_id(0)
     t = chunk.start + row
     if t < mask.queries:
-        begin, end, _ = visible_blocks(mask, group.b, chunk.start, row, 1, sizes.COMPOSE_N, sizes)
-        offsets = head_offsets(chunk, group, sizes)[:, None] + tl.arange(0, sizes.COMPOSE_N)[None, :]
+        begin, end, _ = blocks.visible_blocks(mask, group.b, chunk.start, row, 1, sizes.COMPOSE_N, sizes)
+        offsets = blocks.head_offsets(chunk, group, sizes)[:, None] + tl.arange(0, sizes.COMPOSE_N)[None, :]
         offsets += row * chunk.columns
         total = tl.zeros([sizes.HEADS_PADDED, sizes.HEADS_PADDED], tl.float32)
         for block in range(begin, end):
@@ -336,21 +306,21 @@ def query_factors_bwd_kernel(mask, chunk, sizes, stage, inputs, gradients, norms
             d = tl.load(gradients + tile, mask=group.is_head[:, None], other=0.0)
             total = tl.dot(a, tl.trans(d), total, input_precision="ieee")
         if norms is not None:
-            scale /= load_gradient_scale(norms)
+            scale /= blocks.load_gradient_scale(norms)
         total *= scale
         if dquery is not None:
             pointers = dquery + ((group.b * sizes.ALL_HEADS + group.offs_h) * mask.queries + t) * stage.query.NUMBER
             DTYPE: tl.constexpr = dquery.dtype.element_ty
-            factors = load_factors(stage.query, group.b, group.offs_h, t, group.is_head, tl.float32)
+            factors = blocks.load_factors(stage.query, group.b, group.offs_h, t, group.is_head, tl.float32)
             for r in tl.static_range(RANK):
                 dw1, dw2 = tl.sum(total * factors[RANK + r][None, :], 1), tl.sum(total * factors[r][:, None], 0)
                 tl.store(pointers + r, dw1.to(DTYPE), mask=group.is_head)
                 tl.store(pointers + (RANK + r), dw2.to(DTYPE), mask=group.is_head)
             if stage.query.GATE:
-                dgate = tl.sum(total * identity(sizes.HEADS_PADDED, tl.float32), 0)
+                dgate = tl.sum(total * blocks.identity(sizes.HEADS_PADDED, tl.float32), 0)
                 tl.store(pointers + 2 * RANK, dgate.to(DTYPE), mask=group.is_head)
         if dmatrices is not None:
-            tl.store(matrix_pointers(dmatrices, chunk, group, row, 0, sizes, 1), total)
+            tl.store(blocks.matrix_pointers(dmatrices, chunk, group, row, 0, sizes, 1), total)
 
 
 @triton.jit
@@ -366,11 +336,11 @@ def key_factors_bwd_kernel(
     b = batch_row + chunk.batch
     number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # factors x heads
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    begin, end = visible_rows(mask, b, chunk, offs_n, sizes.COMPOSE_M)
+    begin, end = blocks.visible_rows(mask, b, chunk, offs_n, sizes.COMPOSE_M)
     is_number = (number < NUMBER * sizes.ALL_HEADS)[None, :]
     total = tl.zeros([BLOCK_N, BLOCK], tl.float32)
     for start in range(begin, end, sizes.COMPOSE_M):
-        first, last, base = visible_blocks(mask, b, chunk.start, start, sizes.COMPOSE_M, sizes.COMPOSE_N, sizes)
+        first, last, base = blocks.visible_blocks(mask, b, chunk.start, start, sizes.COMPOSE_M, sizes.COMPOSE_N, sizes)
         column = offs_n - base
         is_computed = (column // sizes.COMPOSE_N >= first) & (column // sizes.COMPOSE_N < last)
         block = batch_row * (chunk.rows // sizes.COMPOSE_M) + start // sizes.COMPOSE_M
@@ -397,7 +367,7 @@ def attention_bwd_kernel_dkv(
     first_head = (pid_bh % (sizes.ALL_HEADS // KV_GROUPS)).to(tl.int64) * KV_GROUPS
     offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     offs_n = pid_n * sizes.BLOCK_N + tl.arange(0, sizes.BLOCK_N)
-    begin, end = visible_rows(mask, b, chunk, offs_n, BLOCK_K)
+    begin, end = blocks.visible_rows(mask, b, chunk, offs_n, BLOCK_K)
     total = tl.zeros([sizes.BLOCK_N, BLOCK_D], tl.float32)
     for h in range(first_head, first_head + KV_GROUPS):
         head_weights = weights + (batch_row * sizes.ALL_HEADS + h) * chunk.rows * chunk.columns
@@ -408,17 +378,19 @@ def attention_bwd_kernel_dkv(
             if mask.first_keys is not None:
                 # A document that comes back has others in between, which may see none of the block of keys.
                 block_row = start // sizes.BLOCK_M * sizes.BLOCK_M
-                first, last, base = visible_blocks(mask, b, chunk.start, block_row, sizes.BLOCK_M, sizes.BLOCK_N, sizes)
+                first, last, base = blocks.visible_blocks(
+                    mask, b, chunk.start, block_row, sizes.BLOCK_M, sizes.BLOCK_N, sizes
+                )
                 block_n = pid_n - base // sizes.BLOCK_N
                 stop = tl.where((block_n >= first) & (block_n < last), stop, 0)
             is_query = offs_m < stop
-            column = offs_n - first_key(mask, chunk.start, start, sizes)
+            column = offs_n - blocks.first_key(mask, chunk.start, start, sizes)
             pointers = head_weights + (row[:, None] * chunk.columns + column[None, :])
             w = tl.load(pointers, mask=is_query[:, None], other=0.0)
-            pointers = q.pointer + (state_offsets(q, b, h, offs_m.to(tl.int64))[:, None] + offs_d[None, :])
+            pointers = q.pointer + (blocks.state_offsets(q, b, h, offs_m.to(tl.int64))[:, None] + offs_d[None, :])
             block = tl.load(pointers, mask=is_query[:, None] & (offs_d < q.CHANNELS)[None, :], other=0.0)
             total = tl.dot(tl.trans(w), block, total, input_precision="ieee")
-    offsets = state_offsets(gradients, b, first_head, offs_n.to(tl.int64))[:, None] + offs_d[None, :]
+    offsets = blocks.state_offsets(gradients, b, first_head, offs_n.to(tl.int64))[:, None] + offs_d[None, :]
     is_inside = (offs_n < mask.keys)[:, None] & (offs_d < q.CHANNELS)[None, :]
     if not IS_FIRST:
         total += tl.load(gradients.pointer + offsets, mask=is_inside, other=0.0)

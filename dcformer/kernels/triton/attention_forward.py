@@ -23,25 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..call import LOG2_E, Call, cdiv, new_output, next_power_of_2
-from .blocks import (
-    compose_heads,
-    composed_scores,
-    identity,
-    load_factors,
-    load_gradient_scale,
-    load_key_factors,
-    load_tile,
-    matrix_pointers,
-    part_offsets,
-    program_group,
-    program_tile,
-    softmax_weights,
-    state_offsets,
-    store_tile,
-    store_zeros,
-    to_accumulator,
-    visible_blocks,
-)
+from . import blocks
 from .tuning import PART, REDUCING, SCORES_BLOCKS, SCORES_PROGRAMS, SCORES_WIDTH, Sizes, product_tile
 from .workspace import Mask, Stage, States, Work, plan_chunks
 
@@ -92,10 +74,10 @@ def launch_scores(work: Work, q: Any, k: Any, scores: Tensor, scale: float, norm
     chunk, sizes = work.chunk, work.sizes
     columns = chunk.columns // sizes.BLOCK_N
     tiles = columns * (chunk.rows // sizes.BLOCK_M) * chunk.number * q.shape[1]
-    blocks = SCORES_BLOCKS if tiles >= SCORES_BLOCKS * SCORES_PROGRAMS else 1
+    key_blocks = SCORES_BLOCKS if tiles >= SCORES_BLOCKS * SCORES_PROGRAMS else 1
     # Grid: some blocks of keys, a block of queries, a head of a row of the batch.
-    grid = cdiv(columns, blocks), chunk.rows // sizes.BLOCK_M, chunk.number * q.shape[1]
-    options = {"blocks": blocks, "WIDTH": SCORES_WIDTH, "BLOCK_K": step, **sizes.product_options(q)}
+    grid = cdiv(columns, key_blocks), chunk.rows // sizes.BLOCK_M, chunk.number * q.shape[1]
+    options = {"key_blocks": key_blocks, "WIDTH": SCORES_WIDTH, "BLOCK_K": step, **sizes.product_options(q)}
     q, k = States.of(q), States.of(k, q.shape[1])
     scores_fwd_kernel[grid](*work.arguments(), q=q, k=k, scores=scores, scale=scale, norms=norms, **options)
 
@@ -167,7 +149,7 @@ def _program_rows(mask, chunk, sizes, BLOCK: tl.constexpr):
     pid_m, pid_bh = tl.program_id(1), tl.program_id(2)
     b = (pid_bh // sizes.ALL_HEADS).to(tl.int64) + chunk.batch
     first_row = pid_m * sizes.BLOCK_M
-    begin, end, base = visible_blocks(mask, b, chunk.start, first_row, sizes.BLOCK_M, BLOCK, sizes)
+    begin, end, base = blocks.visible_blocks(mask, b, chunk.start, first_row, sizes.BLOCK_M, BLOCK, sizes)
     row = first_row + tl.arange(0, sizes.BLOCK_M)
     offset = pid_bh.to(tl.int64) * chunk.rows * chunk.columns
     return Rows(b, (pid_bh % sizes.ALL_HEADS).to(tl.int64), row, chunk.start + row, offset, begin, end, base)
@@ -175,15 +157,15 @@ def _program_rows(mask, chunk, sizes, BLOCK: tl.constexpr):
 
 @triton.jit
 def scores_fwd_kernel(
-    mask, chunk, sizes, q, k, scores, scale, norms, blocks, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr
+    mask, chunk, sizes, q, k, scores, scale, norms, key_blocks, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr
 ):
     """Scores of a block of queries, read once, with some blocks of keys, read while others are multiplied."""
     rows, pid_n = _program_rows(mask, chunk, sizes, sizes.BLOCK_N), tl.program_id(0)
-    begin = tl.maximum(rows.begin, pid_n * blocks) * sizes.BLOCK_N
-    end = tl.minimum(rows.end, pid_n * blocks + blocks) * sizes.BLOCK_N
+    begin = tl.maximum(rows.begin, pid_n * key_blocks) * sizes.BLOCK_N
+    end = tl.minimum(rows.end, pid_n * key_blocks + key_blocks) * sizes.BLOCK_N
     if norms is not None:
-        scale *= load_gradient_scale(norms)
-    q_rows = q.pointer + state_offsets(q, rows.b, rows.h, rows.offs_m.to(tl.int64))[:, None]
+        scale *= blocks.load_gradient_scale(norms)
+    q_rows = q.pointer + blocks.state_offsets(q, rows.b, rows.h, rows.offs_m.to(tl.int64))[:, None]
     q_parts = ()
     for start in tl.static_range(0, q.CHANNELS, BLOCK_K):
         offs_d = start + tl.arange(0, BLOCK_K)
@@ -192,7 +174,7 @@ def scores_fwd_kernel(
     for start in range(begin, end, WIDTH):
         column = start + tl.arange(0, WIDTH)
         offs_n = rows.base + column
-        k_rows = k.pointer + state_offsets(k, rows.b, rows.h, offs_n.to(tl.int64))[None, :]
+        k_rows = k.pointer + blocks.state_offsets(k, rows.b, rows.h, offs_n.to(tl.int64))[None, :]
         total = tl.zeros([sizes.BLOCK_M, WIDTH], tl.float32)
         for i in tl.static_range(len(q_parts)):
             offs_d = i * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -206,13 +188,13 @@ def scores_fwd_kernel(
 @triton.jit
 def matrices_fwd_kernel(mask, chunk, sizes, pre, post, matrices):
     """The matrix of one query before or after the softmax."""
-    group, row, pid_stage = program_group(chunk, sizes), tl.program_id(0), tl.program_id(1)
+    group, row, pid_stage = blocks.program_group(chunk, sizes), tl.program_id(0), tl.program_id(1)
     if chunk.start + row < mask.queries:
         if pid_stage == 0:
             matrix = _query_matrix(pre, group, chunk.start + row, sizes)
         else:
             matrix = _query_matrix(post, group, chunk.start + row, sizes)
-        pointers = matrix_pointers(matrices, chunk, group, row, pid_stage, sizes)
+        pointers = blocks.matrix_pointers(matrices, chunk, group, row, pid_stage, sizes)
         tl.store(pointers, matrix.to(matrices.dtype.element_ty))
 
 
@@ -220,8 +202,8 @@ def matrices_fwd_kernel(mask, chunk, sizes, pre, post, matrices):
 def _query_matrix(stage, group, t, sizes):
     """The matrix [heads in, heads out] of query t."""
     RANK: tl.constexpr = stage.query.RANK
-    matrix = identity(sizes.HEADS_PADDED, tl.float32)
-    factors = load_factors(stage.query, group.b, group.offs_h, t, group.is_head, tl.float32)
+    matrix = blocks.identity(sizes.HEADS_PADDED, tl.float32)
+    factors = blocks.load_factors(stage.query, group.b, group.offs_h, t, group.is_head, tl.float32)
     if stage.query.GATE:
         matrix += matrix * factors[2 * RANK][None, :]
     for r in tl.static_range(RANK):
@@ -236,15 +218,15 @@ def _query_matrix(stage, group, t, sizes):
 @triton.jit
 def softmax_sums_fwd_kernel(mask, chunk, sizes, pre, scores, matrices, largest, sums):
     """By part of the keys, the largest composed score and the sum of exponentials."""
-    tile = program_tile(mask, chunk, sizes)
+    tile = blocks.program_tile(mask, chunk, sizes)
     if tile.is_seen:
-        factors = load_key_factors(pre, tile, scores.dtype.element_ty)
+        factors = blocks.load_key_factors(pre, tile, scores.dtype.element_ty)
         for row in range(tile.first_row, tile.end_row):
-            a = load_tile(scores, chunk, tile, row)
-            x = composed_scores(a, mask, chunk, sizes, tile, row, matrices, pre, factors)
+            a = blocks.load_tile(scores, chunk, tile, row)
+            x = blocks.composed_scores(a, mask, chunk, sizes, tile, row, matrices, pre, factors)
             x = tl.reshape(x, [sizes.COMPOSE_N // PART, PART, sizes.HEADS_PADDED])
             highest = tl.maximum(tl.max(x, 1), -1e30)  # [COMPOSE_N // PART, HEADS]
-            offsets = part_offsets(chunk, tile.group, row, sizes)
+            offsets = blocks.part_offsets(chunk, tile.group, row, sizes)
             tl.store(largest + offsets, highest, mask=tile.group.is_head[None, :])
             tl.store(sums + offsets, tl.sum(tl.exp2(x - highest[:, None, :]), 1), mask=tile.group.is_head[None, :])
 
@@ -257,7 +239,7 @@ def reduce_parts_kernel(mask, chunk, sizes, largest, sums, results, BLOCK: tl.co
     """
     batch_row, first_row = tl.program_id(2).to(tl.int64), tl.program_id(1) * sizes.COMPOSE_M
     b = batch_row + chunk.batch
-    begin, end, _ = visible_blocks(mask, b, chunk.start, first_row, sizes.COMPOSE_M, sizes.COMPOSE_N, sizes)
+    begin, end, _ = blocks.visible_blocks(mask, b, chunk.start, first_row, sizes.COMPOSE_M, sizes.COMPOSE_N, sizes)
     begin, end = begin * (sizes.COMPOSE_N // PART), end * (sizes.COMPOSE_N // PART)
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # rows x heads
     t = chunk.start + first_row + number // sizes.ALL_HEADS
@@ -286,34 +268,34 @@ def reduce_parts_kernel(mask, chunk, sizes, largest, sums, results, BLOCK: tl.co
 @triton.jit
 def weights_fwd_kernel(mask, chunk, sizes, pre, post, scores, matrices, log_sums, weights, COMPOSE: tl.constexpr):
     """Weights from scores, which they may take the place of, composed if COMPOSE."""
-    tile = program_tile(mask, chunk, sizes)
+    tile = blocks.program_tile(mask, chunk, sizes)
     if tile.is_seen:
-        pre_factors = load_key_factors(pre, tile, scores.dtype.element_ty)
-        post_factors = load_key_factors(post, tile, scores.dtype.element_ty)
+        pre_factors = blocks.load_key_factors(pre, tile, scores.dtype.element_ty)
+        post_factors = blocks.load_key_factors(post, tile, scores.dtype.element_ty)
         for row in range(tile.first_row, tile.end_row):
-            a = load_tile(scores, chunk, tile, row)
-            w = softmax_weights(a, mask, chunk, sizes, tile, row, matrices, log_sums, pre, pre_factors)
+            a = blocks.load_tile(scores, chunk, tile, row)
+            w = blocks.softmax_weights(a, mask, chunk, sizes, tile, row, matrices, log_sums, pre, pre_factors)
             if COMPOSE:
-                matrix = tl.load(matrix_pointers(matrices, chunk, tile.group, row, 1, sizes))
-                w, _sums = compose_heads(w.to(a.dtype), w, matrix, post_factors, post, False)
-            store_tile(weights, w, chunk, tile, row)
+                matrix = tl.load(blocks.matrix_pointers(matrices, chunk, tile.group, row, 1, sizes))
+                w, _sums = blocks.compose_heads(w.to(a.dtype), w, matrix, post_factors, post, False)
+            blocks.store_tile(weights, w, chunk, tile, row)
     elif COMPOSE:
-        store_zeros(weights, mask, chunk, sizes, tile)
+        blocks.store_zeros(weights, mask, chunk, sizes, tile)
 
 
 @triton.jit
 def compose_fwd_kernel(mask, chunk, sizes, post, weights, matrices, composed):
     """Weights composed after the softmax."""
-    tile = program_tile(mask, chunk, sizes)
+    tile = blocks.program_tile(mask, chunk, sizes)
     if tile.is_seen:
-        factors = load_key_factors(post, tile, weights.dtype.element_ty)
+        factors = blocks.load_key_factors(post, tile, weights.dtype.element_ty)
         for row in range(tile.first_row, tile.end_row):
-            a = load_tile(weights, chunk, tile, row)
-            matrix = tl.load(matrix_pointers(matrices, chunk, tile.group, row, 1, sizes))
-            y, _sums = compose_heads(a, to_accumulator(a), matrix, factors, post, False)
-            store_tile(composed, y, chunk, tile, row)
+            a = blocks.load_tile(weights, chunk, tile, row)
+            matrix = tl.load(blocks.matrix_pointers(matrices, chunk, tile.group, row, 1, sizes))
+            y, _sums = blocks.compose_heads(a, blocks.to_accumulator(a), matrix, factors, post, False)
+            blocks.store_tile(composed, y, chunk, tile, row)
     else:
-        store_zeros(composed, mask, chunk, sizes, tile)
+        blocks.store_zeros(composed, mask, chunk, sizes, tile)
 
 
 @triton.jit
@@ -327,9 +309,9 @@ def output_fwd_kernel(mask, chunk, sizes, weights, v, o, BLOCK_D: tl.constexpr, 
         column = step * BLOCK_K + tl.arange(0, BLOCK_K)
         offs_n = rows.base + column
         w = tl.load(weights + (rows.row[:, None] * chunk.columns + column[None, :]))  # [BLOCK_M, BLOCK_K]
-        pointers = v.pointer + (state_offsets(v, rows.b, rows.h, offs_n.to(tl.int64))[:, None] + offs_d[None, :])
+        pointers = v.pointer + (blocks.state_offsets(v, rows.b, rows.h, offs_n.to(tl.int64))[:, None] + offs_d[None, :])
         block = tl.load(pointers, mask=(offs_n < mask.keys)[:, None] & (offs_d < v.CHANNELS)[None, :], other=0.0)
         total = tl.dot(w, block, total, input_precision="ieee")
-    offsets = state_offsets(o, rows.b, rows.h, rows.offs_m.to(tl.int64))[:, None] + offs_d[None, :]
+    offsets = blocks.state_offsets(o, rows.b, rows.h, rows.offs_m.to(tl.int64))[:, None] + offs_d[None, :]
     is_inside = (rows.offs_m < mask.queries)[:, None] & (offs_d < v.CHANNELS)[None, :]
     tl.store(o.pointer + offsets, total.to(o.pointer.dtype.element_ty), mask=is_inside)

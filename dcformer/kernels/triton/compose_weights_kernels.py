@@ -1,6 +1,6 @@
 """
-The kernels of `projection`: what follows the wide product, for some tokens, one slot and one group of heads; and the
-products of a few tokens, whose time is that of reading the weights.
+Kernels that make compose weights: what follows the wide product of hidden states, its gradients, and for a few tokens,
+whose time is that of reading the weights, the product too. A slot is a side before or after the softmax.
 """
 
 from typing import NamedTuple
@@ -19,10 +19,13 @@ MOST_ROWS = 512  # tokens of one product for the weight's gradient: few long one
 
 
 def _padded(columns: int) -> int:
-    return max(next_power_of_2(columns), 16)  # as `tl.dot` asks for
+    """The power of 2 that holds so many columns, at least the 16 that `tl.dot` takes."""
+    return max(next_power_of_2(columns), 16)
 
 
 class Shape(NamedTuple):
+    """The activation and the sizes of one slot of one group, constants of the kernels."""
+
     APPROXIMATE: tl.constexpr
     CHANNELS: tl.constexpr  # 2 rank
     HEADS: tl.constexpr  # of a group
@@ -35,7 +38,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, approximate: str, products: Tensor, weight: Tensor | None) -> tuple["Shape", int]:
-        """With the warps of a program."""
+        """Choose the sizes for some products, and the warps of a program."""
         tokens, width = products.shape[:2].numel(), products.shape[-1]
         parts = products.shape[4] if products.dim() == 6 else 0
         channels, heads = (0, width) if weight is None else weight.shape[3:]
@@ -59,14 +62,15 @@ class Wide(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor) -> "Wide":
+        """Describe a weight."""
         weight = channels_last(weight)
         return cls(weight, *map(constant, (*weight.stride()[:3], weight.shape[3], _padded(weight.shape[3]))))
 
 
 def launch_partial_products(states: Tensor, *weights: Tensor | None) -> Tensor:
     """
-    The products of up to 16 hidden states, (batch, length, hidden), with wide weights, by parts of the hidden channels:
-    (batch, length, groups, slots, parts, K, then heads) in float32.
+    Compute the products of up to 16 hidden states, (batch, length, hidden), with wide weights, by parts of the hidden
+    channels: (batch, length, groups, slots, parts, K, then heads) in float32.
     """
     rows = states.flatten(0, 1).contiguous()
     tokens, channels = rows.shape
@@ -79,8 +83,9 @@ def launch_partial_products(states: Tensor, *weights: Tensor | None) -> Tensor:
     width = sum(each.COLUMNS.value for each in wide)
     products = states.new_empty(*states.shape[:2], groups, slots, parts, width, dtype=torch.float32)
     stages = 5 if block * units <= 10240 else 2
-    arguments = rows, wide, products, tokens, channels, width, block
-    _partial_products_kernel[(parts, slots, groups)](*arguments, num_stages=stages)
+    sizes = {"tokens": tokens, "channels": channels, "WIDTH": width, "BLOCK_K": block, "num_stages": stages}
+    # Grid: a part of the hidden channels, a slot, a group of heads.
+    partial_products_kernel[parts, slots, groups](states=rows, wide=wide, products=products, **sizes)
     return products
 
 
@@ -90,10 +95,11 @@ def launch_factors(approximate: str, eps: float, products: Tensor, weight: Tenso
     shape, warps = Shape.of(approximate, products, weight)
     weight = None if weight is None else weight.contiguous()
     parts, columns = shape.PARTS.value, shape.CHANNELS_PADDED.value * shape.HEADS_PADDED.value
-    grid = cdiv(batch * length, 1 if parts else shape.BLOCK_M.value), slots, groups
     stages = 5 if parts and columns <= 128 else 3  # all of a usual weight is on its way at once
-    arguments = products, weight, factors, batch * length, eps, shape
-    _factors_kernel[grid](*arguments, num_warps=warps, num_stages=stages)
+    options = {"tokens": batch * length, "eps": eps, "shape": shape, "num_warps": warps, "num_stages": stages}
+    # Grid: some tokens, or one whose products are in parts; a slot, a group of heads.
+    grid = cdiv(batch * length, 1 if parts else shape.BLOCK_M.value), slots, groups
+    factors_fwd_kernel[grid](products=products, weight=weight, factors=factors, **options)
 
 
 def launch_gradients(
@@ -112,16 +118,17 @@ def launch_gradients(
         weight = weight.contiguous()
         sizes = 2, groups * slots * parts, blocks * shape.BLOCK_M.value, weight.shape[2]
         activated, of_maps = products.new_empty(sizes)
-    tensors = products, weight, gradient, gradient.stride(), of_products, activated, of_maps
-    grid = parts * blocks, slots, groups
-    # As many warps again hold the gradients of what the others hold.
-    _gradients_kernel[grid](*tensors, batch * length, length, eps, shape, num_warps=2 * warps)
+    inputs = {"products": products, "weight": weight, "gradient": gradient, "strides": gradient.stride()}
+    outputs = {"dproducts": of_products, "activated": activated, "dmaps": of_maps}
+    options = {"tokens": batch * length, "length": length, "eps": eps, "shape": shape}
+    # Grid: some tokens, a slot, a group of heads. As many warps again hold the gradients of what the others hold.
+    factors_bwd_kernel[parts * blocks, slots, groups](**inputs, **outputs, **options, num_warps=2 * warps)
     return activated, of_maps
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _partial_products_kernel(states, wide, products, tokens, channels, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Products of all tokens with the weights of one slot and group: program (part of the channels, slot, group)."""
+def partial_products_kernel(states, wide, products, tokens, channels, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Products of all tokens with the weights of one slot and group, over a part of the hidden channels."""
     m = tl.arange(0, 16)  # `tl.dot` asks for as many rows; those past the tokens are zeros
     totals = ()
     for i in tl.static_range(len(wide)):
@@ -151,7 +158,7 @@ def _partial_products_kernel(states, wide, products, tokens, channels, WIDTH: tl
 
 @triton.jit
 def _gelu(x, APPROXIMATE: tl.constexpr):
-    """And its derivative."""
+    """GELU and its derivative."""
     if APPROXIMATE == "tanh":
         share = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # (1 + tanh(x)) / 2 is sigmoid(2 x)
         slope = share * (1 - share) * (1.5957691216057308 + 0.21406644488780728 * x * x)
@@ -163,13 +170,13 @@ def _gelu(x, APPROXIMATE: tl.constexpr):
 
 @triton.jit
 def _tanh(x):
-    # The difference of numbers near 1 has few digits of what is small.
+    """The hyperbolic tangent; the difference of numbers near 1 has few digits of what is small."""
     return tl.where(tl.abs(x) < 0.01, x - x * x * x / 3, 2 * tl.sigmoid(2 * x) - 1)
 
 
 @triton.jit
 def _join_parts(products, shape):
-    """[BLOCK_M, columns] in float32; the sums of parts in every row."""
+    """Products [BLOCK_M, columns] in float32; the sums of parts in every row."""
     products = products.to(tl.float32)
     if shape.PARTS > 0:
         products = tl.broadcast_to(tl.sum(products, 0)[None, :], [shape.BLOCK_M, products.shape[1]])
@@ -178,7 +185,7 @@ def _join_parts(products, shape):
 
 @triton.jit
 def _multiply(rows, is_row, weight, columns, inside, k_stride, shape, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
-    """[BLOCK_M, columns]: rows of K numbers, which ACTIVATION says how to activate first, by columns of the weight."""
+    """Rows of K numbers, activated as ACTIVATION says, times columns of the weight: [BLOCK_M, columns]."""
     # Weights stay in their type on their way to shared memory: in float32 too where autocast makes products in 16 bits.
     BLOCK_K: tl.constexpr = 16 if tl.float32 == DTYPE or weight.dtype.element_ty == tl.float32 else 32
     total = tl.zeros([shape.BLOCK_M, columns.shape[0]], tl.float32)
@@ -195,7 +202,7 @@ def _multiply(rows, is_row, weight, columns, inside, k_stride, shape, ACTIVATION
 
 @triton.jit
 def _low_rank_factors(hidden, is_row, weight, eps, shape, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
-    """[BLOCK_M, channels, heads]: w1 / norm, w2; and [BLOCK_M, channels, 1]: 1 / norm for w1, 1 for w2."""
+    """Factors w1 / norm and w2 [BLOCK_M, channels, heads], and [BLOCK_M, channels, 1]: 1 / norm for w1, 1 for w2."""
     column = tl.arange(0, shape.CHANNELS_PADDED * shape.HEADS_PADDED)
     c, head = column // shape.HEADS_PADDED, column % shape.HEADS_PADDED
     inside = (c < shape.CHANNELS) & (head < shape.HEADS)
@@ -207,8 +214,8 @@ def _low_rank_factors(hidden, is_row, weight, eps, shape, ACTIVATION: tl.constex
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _factors_kernel(products, weight, factors, tokens, eps, shape):
-    """Of products by parts a program has one token, which all rows of its matrix products stand for."""
+def factors_fwd_kernel(products, weight, factors, tokens, eps, shape):
+    """Factors of some tokens; or of one whose products are in parts, which all rows of its products stand for."""
     CHANNELS: tl.constexpr = shape.CHANNELS + (shape.WIDTH > shape.INNER)
     TOKENS: tl.constexpr = shape.BLOCK_M if shape.PARTS == 0 else 1
     slot, slots = tl.program_id(1), tl.num_programs(1)
@@ -239,7 +246,8 @@ def _factors_kernel(products, weight, factors, tokens, eps, shape):
 
 
 @triton.jit(do_not_specialize=["tokens", "length"])
-def _gradients_kernel(products, weight, gradient, strides, of_products, activated, of_maps, tokens, length, eps, shape):
+def factors_bwd_kernel(products, weight, gradient, strides, dproducts, activated, dmaps, tokens, length, eps, shape):
+    """Gradients of products from those of factors; and what makes the weight's: activated states, gradients of maps."""
     slot, slots = tl.program_id(1), tl.num_programs(1)
     group, groups = tl.program_id(2), tl.num_programs(2)
     first, m, h = tl.program_id(0) * shape.BLOCK_M, tl.arange(0, shape.BLOCK_M), tl.arange(0, shape.HEADS_PADDED)
@@ -247,7 +255,7 @@ def _gradients_kernel(products, weight, gradient, strides, of_products, activate
     # Where a program begins may be far away, and what it reads from there on takes an index of 32 bits.
     offset = ((first.to(tl.int64) * groups + group) * slots + slot) * shape.WIDTH
     products = products + offset + (m * (groups * slots * shape.WIDTH))[:, None]
-    of_products = of_products + offset + (m * (groups * slots * shape.WIDTH))[:, None]
+    dproducts = dproducts + offset + (m * (groups * slots * shape.WIDTH))[:, None]
     slot_stride, batch_stride, token_stride, channel_stride, head_stride = strides
     gradient += slot.to(tl.int64) * slot_stride + (first // length).to(tl.int64) * batch_stride
     rows = (t // length - first // length) * batch_stride + t % length * token_stride
@@ -257,11 +265,11 @@ def _gradients_kernel(products, weight, gradient, strides, of_products, activate
         weight += branch * shape.INNER * shape.INNER
         offset = (branch.to(tl.int64) * tl.num_programs(0) * shape.BLOCK_M + first) * shape.INNER
         activated = activated + offset + (m * shape.INNER)[:, None]
-        of_maps = of_maps + offset + (m * shape.INNER)[:, None]
+        dmaps = dmaps + offset + (m * shape.INNER)[:, None]
         # Read as a model's gradients lie in memory: channels side by side, then tokens, then heads.
         c = tl.arange(0, shape.CHANNELS_PADDED)
         inside = (h < shape.HEADS)[:, None, None] & is_token[None, :, None] & (c < shape.CHANNELS)[None, None, :]
-        of_factors = tl.load(gradient + (rows[:, :, None] + c[None, None, :] * channel_stride), mask=inside, other=0)
+        dfactors = tl.load(gradient + (rows[:, :, None] + c[None, None, :] * channel_stride), mask=inside, other=0)
         k = tl.arange(0, shape.CHANNELS_PADDED * shape.HEADS_PADDED)
         is_state = is_token[:, None] & (k < shape.INNER)[None, :]
         states = tl.load(products + k[None, :], mask=is_state, other=0).to(tl.float32)
@@ -269,20 +277,20 @@ def _gradients_kernel(products, weight, gradient, strides, of_products, activate
         tl.debug_barrier()  # before other threads read them
         DTYPE: tl.constexpr = products.dtype.element_ty
         low_rank, scale = _low_rank_factors(activated, is_token, weight, eps, shape, None, DTYPE)
-        of_factors = tl.permute(of_factors, 1, 2, 0).to(tl.float32)  # [BLOCK_M, channels, heads]
-        along = tl.sum(of_factors * low_rank, 2, keep_dims=True) / shape.HEADS
-        maps = tl.where(c[None, :, None] < shape.CHANNELS // 2, scale * (of_factors - low_rank * along), of_factors)
+        dfactors = tl.permute(dfactors, 1, 2, 0).to(tl.float32)  # [BLOCK_M, channels, heads]
+        along = tl.sum(dfactors * low_rank, 2, keep_dims=True) / shape.HEADS
+        maps = tl.where(c[None, :, None] < shape.CHANNELS // 2, scale * (dfactors - low_rank * along), dfactors)
         maps = tl.where(is_token[:, None, None], maps, 0)  # which is NaN for no token if eps is 0
         inside = (c < shape.CHANNELS)[:, None] & (h < shape.HEADS)[None, :]
         columns = c[:, None] * shape.HEADS + h[None, :]
-        tl.store(of_maps[:, :, None] + columns[None, :, :], maps, mask=inside[None, :, :])
+        tl.store(dmaps[:, :, None] + columns[None, :, :], maps, mask=inside[None, :, :])
         tl.debug_barrier()
-        of_states = _multiply(of_maps, is_token, weight, k * shape.INNER, k < shape.INNER, 1, shape, None, DTYPE)
+        dstates = _multiply(dmaps, is_token, weight, k * shape.INNER, k < shape.INNER, 1, shape, None, DTYPE)
         # Computed once more, it takes no registers until here.
         states = tl.load(products + k[None, :], mask=is_state, other=0).to(tl.float32)
-        tl.store(of_products + k[None, :], of_states * _gelu(states, shape.APPROXIMATE)[1], mask=is_state)
+        tl.store(dproducts + k[None, :], dstates * _gelu(states, shape.APPROXIMATE)[1], mask=is_state)
     if shape.WIDTH > shape.INNER:
         inside = is_token[:, None] & (h < shape.HEADS)[None, :]
         gates = _tanh(tl.load(products + shape.INNER + h[None, :], mask=inside, other=0).to(tl.float32))
-        of_gates = tl.load(gradient + (tl.trans(rows) + shape.CHANNELS * channel_stride), mask=inside, other=0)
-        tl.store(of_products + shape.INNER + h[None, :], of_gates.to(tl.float32) * (1 - gates * gates), mask=inside)
+        dgates = tl.load(gradient + (tl.trans(rows) + shape.CHANNELS * channel_stride), mask=inside, other=0)
+        tl.store(dproducts + shape.INNER + h[None, :], dgates.to(tl.float32) * (1 - gates * gates), mask=inside)

@@ -1,4 +1,4 @@
-"""The kernel of `projection` that normalises and rotates the channels of queries and keys, for a token's heads."""
+"""RMS norm and rotary position embedding of queries and keys in one kernel."""
 
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ class Heads(NamedTuple):
 
     @classmethod
     def of(cls, states: Tensor, weight: Tensor | None, eps: float) -> "Heads":
+        """Describe queries or keys, with memory for the result."""
         states = channels_last(states)
         heads, channels = states.shape[1], states.shape[3]
         sizes = map(constant, (heads, channels, next_power_of_2(channels)))
@@ -35,21 +36,22 @@ class Heads(NamedTuple):
 
 
 def launch_rotation(query: Heads, key: Heads, cosine: Tensor | None, sine: Tensor | None) -> None:
-    """Cosine and sine are (batch or 1, length, rotary size) in float32; the first so many channels are rotated."""
+    """Normalise and rotate by cosine and sine, (batch or 1, length, rotary size) in float32: the first channels."""
     batch, _, length, _ = query.states.shape
     rotary, strides = 0, (0, 0)
     if cosine is not None and sine is not None:
         cosine, sine = cosine.contiguous(), sine.contiguous()
         rotary, strides = cosine.shape[2], (cosine.stride(0) if cosine.shape[0] > 1 else 0, cosine.stride(1))
-    blocks = sum(cdiv(heads.NUMBER.value, _BLOCK_H) for heads in (query, key))
+    angles = {"cosine": cosine, "sine": sine, "strides": strides, "length": length}
+    # Grid: a token, a block of the heads of queries, then of keys.
+    grid = batch * length, sum(cdiv(heads.NUMBER.value, _BLOCK_H) for heads in (query, key))
     with torch.cuda.device_of(query.states):
-        arguments = query, key, cosine, sine, strides, length, constant(rotary), constant(_BLOCK_H)
-        _rotation_kernel[(batch * length, blocks)](*arguments, num_warps=4)
+        rotation_fwd_kernel[grid](query=query, key=key, **angles, ROTARY=rotary, BLOCK_H=_BLOCK_H, num_warps=4)
 
 
 @triton.jit
-def _rotation_kernel(query, key, cosine, sine, strides, length, ROTARY: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Program (token, block of the heads of queries, then of keys)."""
+def rotation_fwd_kernel(query, key, cosine, sine, strides, length, ROTARY: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Some heads of the queries or the keys of a token."""
     t = tl.program_id(0)
     b, position = (t // length).to(tl.int64), t % length
     angles = b * strides[0] + position * strides[1]
@@ -62,6 +64,7 @@ def _rotation_kernel(query, key, cosine, sine, strides, length, ROTARY: tl.const
 
 @triton.jit
 def _rotate(heads, cosine, sine, angles, t, b, position, block, ROTARY: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Normalise and rotate a block of heads at position t of all rows."""
     h, c = block * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, heads.CHANNELS_PADDED)
     inside = (h < heads.NUMBER)[:, None] & (c < heads.CHANNELS)[None, :]
     rows = heads.states + b * heads.strides[0] + h * heads.strides[1] + position.to(tl.int64) * heads.strides[2]
@@ -80,7 +83,7 @@ def _rotate(heads, cosine, sine, angles, t, b, position, block, ROTARY: tl.const
 
 @triton.jit
 def _normalised(heads, rows, c, inside):
-    """[heads, channels] in float32; of the norm's type, if there is one."""
+    """Channels [heads, channels] in float32, rounded to the norm's type if there is one."""
     x = tl.load(rows[:, None] + c[None, :], mask=inside, other=0.0).to(tl.float32)
     if heads.weight is not None:
         x *= tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / heads.CHANNELS + heads.eps)
