@@ -66,11 +66,11 @@ class Call(NamedTuple):
         return cls(*tensors, groups, mask.is_causal, mask.sliding_window, mask.query_offset, inputs.scaling)
 
     def with_channels_last(self) -> "Call":
-        """The same with the channels of query, key and value side by side in memory, as the kernels read them."""
+        """A call with the channels of query, key and value side by side in memory, as the kernels read them."""
         return Call(*map(channels_last, self[:3]), *self[3:])
 
     def needs_gradient(self) -> bool:  # no property: older Dynamos stop at one of a named tuple
-        """Whether it will be differentiated, as far as can be known."""
+        """Tell whether a call will be differentiated, as far as can be known."""
         if torch.is_grad_enabled():
             for tensor in self[:DIFFERENTIABLE]:
                 if tensor is not None and tensor.requires_grad:
@@ -78,7 +78,7 @@ class Call(NamedTuple):
         return False
 
     def rank(self) -> int:
-        """The largest of any side."""
+        """The largest rank of any side."""
         sides = (self.pre_query, self.pre_key, self.post_query, self.post_key)
         return max(0 if side is None else side.shape[3] // 2 for side in sides)
 
@@ -136,7 +136,7 @@ def why_transformed() -> str | None:
 
 
 def is_traced() -> bool:
-    """Whether torch records or replaces what is computed; what captures CUDA graphs records kernels as well."""
+    """Tell whether torch records or replaces what is computed; CUDA graphs, which record kernels too, do not count."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0:
         return True
     if torch._C._len_torch_function_stack() > 0:  # a default device is such a mode too, which changes nothing here
@@ -149,8 +149,8 @@ def is_traced() -> bool:
 
 def are_replaced(*expected: tuple[nn.Module | None, type | None]) -> bool:
     """
-    Whether one of these modules is not of the expected class (None: of any), or has hooks or a forward pass of its own,
-    or hooks for all modules or transforms of torch.func are at work.
+    Tell whether one of these modules is not of the expected class (None: of any), or has hooks or a forward pass of its
+    own, or hooks for all modules or transforms of torch.func are at work.
     """
     for module, kind in expected:
         if module is not None:
@@ -164,16 +164,17 @@ def are_replaced(*expected: tuple[nn.Module | None, type | None]) -> bool:
 
 
 def must_run_modules(*expected: tuple[nn.Module | None, type | None]) -> bool:
-    """Whether a layer must run its modules one by one: they are replaced, or torch records or replaces functions."""
+    """Tell whether a layer must run its modules one by one: they are replaced, or torch records or replaces them."""
     return is_traced() or are_replaced(*expected)
 
 
 def cdiv(number: int, divisor: int) -> int:
-    """As Triton's, which like the next takes two microseconds of every launch."""
+    """Ceiling division; triton.cdiv takes 2 us of every launch."""
     return -(-number // divisor)
 
 
 def next_power_of_2(number: int) -> int:
+    """The power of 2 that is not smaller; triton.next_power_of_2 takes 2 us of every launch."""
     return 1 << (number - 1).bit_length()
 
 

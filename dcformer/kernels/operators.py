@@ -43,7 +43,7 @@ def register_op(
 
 
 def attention_flops(*arguments: Any, is_backward: bool = False) -> int:
-    """Of blocks of queries with the keys that causality and window leave; masks of tensors spare nothing here."""
+    """Operations on the keys that causality and window leave to blocks of queries; masks of tensors spare nothing."""
     call, (_, table, _) = Call(*arguments[: len(Call._fields)]), (*arguments[len(Call._fields) :], *[None] * 3)[:3]
     batch, heads, queries, channels = call.query.shape
     keys = call.key.shape[2] * (1 if table is None else table.shape[1])

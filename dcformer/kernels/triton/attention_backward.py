@@ -182,7 +182,7 @@ def _store_deltas(e, d, matrix, mask, chunk, sizes, tile, row, post, factors, pa
 def weights_bwd_kernel(
     mask, chunk, sizes, pre, post, scores, log_sums, matrices, gradients, weights, composed, part_deltas, part_totals
 ):
-    """Weights from scores, composed weights, and by part of the keys deltas and, if wanted, totals of the weights."""
+    """Weights from scores, composed weights, and deltas by part of the keys, with totals of the weights if wanted."""
     tile = blocks.program_tile(mask, chunk, sizes)
     if tile.is_seen:
         pre_factors = blocks.load_key_factors(pre, tile, scores.dtype.element_ty)
@@ -202,7 +202,7 @@ def weights_bwd_kernel(
 
 @triton.jit
 def deltas_bwd_kernel(mask, chunk, sizes, post, matrices, gradients, weights, part_deltas, part_totals):
-    """By part of the keys deltas and, if wanted, totals of the weights."""
+    """Deltas by part of the keys and, if wanted, totals of the weights."""
     tile = blocks.program_tile(mask, chunk, sizes)
     if tile.is_seen:
         factors = blocks.load_key_factors(post, tile, weights.dtype.element_ty)

@@ -41,7 +41,7 @@ _BLOCK_D = tl.constexpr(32)
 
 
 class Step(NamedTuple):
-    """Where keys lie, how many there can be, and what the first kernel leaves to the second."""
+    """The cache of a decoding step: how keys lie in it, and what the first kernel leaves to the second."""
 
     lengths: Tensor | None  # (batch,)
     table: Tensor | None  # (batch, blocks of a row)
@@ -177,7 +177,7 @@ class Part(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Where keys lie in memory, [BLOCK_N] each."""
+    """The places of keys in memory, [BLOCK_N] each."""
 
     block: Any  # of a paged cache, or the row of the batch
     row: Any  # in the block
@@ -220,7 +220,7 @@ def _program_part(mask, step, b, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _locate(offs_n, is_key, step, b):
-    """Where the keys at some positions lie."""
+    """Find the keys at some positions."""
     slot = offs_n
     if step.ring_size is not None:
         slot = offs_n % step.ring_size

@@ -217,7 +217,7 @@ def _query_matrix(stage, group, t, sizes):
 
 @triton.jit
 def softmax_sums_fwd_kernel(mask, chunk, sizes, pre, scores, matrices, largest, sums):
-    """By part of the keys, the largest composed score and the sum of exponentials."""
+    """The largest composed score and the sum of exponentials, by part of the keys."""
     tile = blocks.program_tile(mask, chunk, sizes)
     if tile.is_seen:
         factors = blocks.load_key_factors(pre, tile, scores.dtype.element_ty)

@@ -79,7 +79,7 @@ class TritonBackend(Backend):
         return why_no_kernel(inputs)
 
     def why_not_automatic(self, inputs: AttentionInputs) -> str | None:
-        """As `why_not`, and in a compiled graph small calls."""
+        """Reasons of `why_not`, and in a compiled graph a call's small size."""
         query, keys, window = inputs.query, inputs.key.shape[2], inputs.mask.sliding_window
         sizes = (*query.shape[:3], keys)
         if torch.compiler.is_compiling() and all(map(is_number, sizes)) and query.shape[2] > MOST_DECODE_QUERIES:
@@ -106,7 +106,7 @@ class TritonBackend(Backend):
     def rotation(
         self, query: Tensor, key: Tensor, norms: tuple[Any, ...], position_embeddings: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, Tensor] | None:
-        """As [`Backend.rotation`], without gradients; in a graph of its own Inductor fuses it as well."""
+        """Normalise and rotate queries and keys, without gradients; in a graph of its own Inductor fuses it as well."""
         device, dtype, positions = query.device, query.dtype, position_embeddings or ()
         if (
             torch.is_grad_enabled()
@@ -138,7 +138,7 @@ class TritonBackend(Backend):
 
 @torch.compiler.assume_constant_result
 def _why_not_here(device_type: str, device_index: int | None) -> str | None:
-    """Reasons that lie in the machine."""
+    """Reasons against the kernels that lie in the machine."""
     version = triton_version()
     if version is None:
         return "Triton is not installed; install it with `pip install triton`"
@@ -157,7 +157,7 @@ def _why_not_here(device_type: str, device_index: int | None) -> str | None:
 
 @functools.cache
 def triton_version() -> str | None:
-    """Of the Triton that is installed; None without one."""
+    """The version of the Triton that is installed; None without one."""
     packages = ("triton", "pytorch-triton", "triton-windows", "pytorch-triton-rocm")
     installed = (importlib.metadata.distributions(name=package) for package in packages)
     return next((distribution.version for distributions in installed for distribution in distributions), None)

@@ -25,7 +25,7 @@ MOST_FEW_TOKENS = 16  # which one matrix product takes
 
 
 def compute_factors(act_fn: nn.Module, eps: float, states: Tensor, *weights: Tensor | None) -> Tensor | None:
-    """As [`Backend.factors`], on a device that runs the kernels."""
+    """Compute compose weights on a device that runs the kernels; see [`Backend.factors`]."""
     given = [tensor for tensor in (states, *weights) if tensor is not None]
     hidden_weight, weight, gate_weight = weights
     device, approximate = states.device, _APPROXIMATIONS.get(type(act_fn))
@@ -82,7 +82,7 @@ def _new_factors(_: str, eps: float, products: Tensor, weight: Any, dtype: torch
 def _gradients(
     approximate: str, eps: float, gradient: Tensor, products: Tensor, weight: Any, needs_weight: bool
 ) -> list[Tensor]:
-    """That of the products, and that of the weight if it is needed."""
+    """Compute the gradient of the products, and that of the weight if it is needed."""
     from .compose_weights_kernels import launch_gradients
 
     of_products = torch.empty_like(products)
@@ -115,7 +115,7 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 def _differentiable_gradients(
     approximate: str, eps: float, gradient: Tensor, products: Tensor, weight: Any, needs_weight: bool
 ) -> tuple[Tensor, ...]:
-    """The same by torch's operators, which have derivatives of any order."""
+    """Compute the gradients by torch's operators, which have derivatives of any order."""
     # Hooks of the caller's tensors would see a gradient twice.
     products, weight = products.view_as(products).requires_grad_(), None if weight is None else weight.view_as(weight)
     hidden, gates = products.tensor_split([0 if weight is None else weight.shape[2]], dim=4)

@@ -93,5 +93,5 @@ def product_tile(states: Tensor) -> tuple[int, int]:
 
 
 def is_hopper(tensor: Tensor) -> bool:
-    """Whether a tensor is on a GPU of compute capability 9, or on none."""
+    """Tell whether a tensor is on a GPU of compute capability 9, or on none."""
     return not tensor.is_cuda or torch.cuda.get_device_capability(tensor.device)[0] == 9

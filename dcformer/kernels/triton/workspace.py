@@ -50,7 +50,7 @@ class States(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """What one side contributes to a composition: (batch, heads, length, factors), any strides."""
+    """The factors of one side of a composition: (batch, heads, length, factors), any strides."""
 
     pointer: Tensor | None
     stride_b: int  # this one, the next and stride_t are in units; in a cache the first two are `unspecialized`
@@ -101,7 +101,7 @@ class Stage(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Which key a query sees. Tensors have a row for every row of the batch, or one for all with a stride of 0."""
+    """The mask of a call. Tensors have a row for every row of the batch, or one for all with a stride of 0."""
 
     queries: int
     keys: int
@@ -211,6 +211,7 @@ def _columns(call: Call, stop: int, sizes: Sizes) -> int:
 
 
 def _round_up(number: int, multiple: int) -> int:
+    """The multiple that is not smaller than a number."""
     return cdiv(number, multiple) * multiple
 
 
@@ -238,7 +239,7 @@ def _document_ranges(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _reads_eight(factors: Tensor) -> bool:
-    """Whether eight factors from the first on are one aligned vector, as in a cached row, which is padded to eights."""
+    """Tell whether eight factors from the first on are one aligned vector, as in cached rows, padded to eights."""
     *strides, step = factors.stride()
     if not 4 < factors.shape[3] <= 8 or step != 1 or factors.element_size() != 2:
         return False
