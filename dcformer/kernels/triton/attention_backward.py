@@ -30,7 +30,7 @@ from torch import Tensor
 from ..call import LOG2_E, Call, cdiv
 from . import attention_forward as forward
 from . import blocks
-from .tuning import PART, REDUCING, Sizes, constant, product_tile
+from .tuning import PART, QUERY_FACTORS, REDUCING, Sizes, constant, product_tile
 from .workspace import Mask, Stage, States, Work, plan_chunks
 
 
@@ -128,7 +128,7 @@ def _launch_compose_bwd(work: Work, of: Composition, matrices: Tensor, dquery: A
         grid = chunk.rows, 1, chunk.number * sizes.GROUPS
         inputs = {"stage": of.stage, "inputs": of.inputs, "gradients": of.gradients, "norms": of.norms}
         outputs = {"dquery": dquery, "dmatrices": dmatrices, "scale": scale}
-        query_factors_bwd_kernel[grid](*work.arguments(), **inputs, **outputs, num_warps=2, num_stages=4)
+        query_factors_bwd_kernel[grid](*work.arguments(), **inputs, **outputs, **QUERY_FACTORS)
         if dstatic is not None:
             dstatic += dmatrices[:, :rows, :, : sizes.HEADS, : sizes.HEADS].sum((0, 1))
     sums = None
@@ -171,7 +171,7 @@ def _launch_dkv(work: Work, weights: Tensor, q: Tensor, gradients: Any) -> None:
 @triton.jit
 def _store_deltas(e, d, matrix, mask, chunk, sizes, tile, row, post, factors, part_deltas, part_totals):
     """Store by part of the keys the sums of weights e times their gradients, from those d of composed weights."""
-    p, _sums = blocks.compose_heads(d, blocks.to_accumulator(d), matrix, factors, post, True)
+    p, _sums = blocks.compose_heads(d, blocks.to_accumulator(d, tile.eye), matrix, factors, tile.eye, post, True)
     offsets = blocks.part_offsets(chunk, tile.group, row, sizes)
     tl.store(part_deltas + offsets, blocks.sum_parts(e * p, sizes), mask=tile.group.is_head[None, :])
     if part_totals is not None:
@@ -183,7 +183,7 @@ def weights_bwd_kernel(
     mask, chunk, sizes, pre, post, scores, log_sums, matrices, gradients, weights, composed, part_deltas, part_totals
 ):
     """Weights from scores, composed weights, and deltas by part of the keys, with totals of the weights if wanted."""
-    tile = blocks.program_tile(mask, chunk, sizes)
+    tile = blocks.program_tile(mask, chunk, sizes, scores.dtype.element_ty)
     if tile.is_seen:
         pre_factors = blocks.load_key_factors(pre, tile, scores.dtype.element_ty)
         factors = blocks.load_key_factors(post, tile, scores.dtype.element_ty)
@@ -194,7 +194,7 @@ def weights_bwd_kernel(
             blocks.store_tile(weights, e, chunk, tile, row)
             matrix = tl.load(blocks.matrix_pointers(matrices, chunk, tile.group, row, 1, sizes))
             _store_deltas(e, d, matrix, mask, chunk, sizes, tile, row, post, factors, part_deltas, part_totals)
-            y, _sums = blocks.compose_heads(e.to(a.dtype), e, matrix, factors, post, False)
+            y, _sums = blocks.compose_heads(e.to(a.dtype), e, matrix, factors, tile.eye, post, False)
             blocks.store_tile(composed, y, chunk, tile, row)
     else:
         blocks.store_zeros(composed, mask, chunk, sizes, tile)
@@ -203,11 +203,11 @@ def weights_bwd_kernel(
 @triton.jit
 def deltas_bwd_kernel(mask, chunk, sizes, post, matrices, gradients, weights, part_deltas, part_totals):
     """Deltas by part of the keys and, if wanted, totals of the weights."""
-    tile = blocks.program_tile(mask, chunk, sizes)
+    tile = blocks.program_tile(mask, chunk, sizes, weights.dtype.element_ty)
     if tile.is_seen:
         factors = blocks.load_key_factors(post, tile, weights.dtype.element_ty)
         for row in range(tile.first_row, tile.end_row):
-            e = blocks.to_accumulator(blocks.load_tile(weights, chunk, tile, row))
+            e = blocks.to_accumulator(blocks.load_tile(weights, chunk, tile, row), tile.eye)
             d = blocks.load_tile(gradients, chunk, tile, row)
             matrix = tl.load(blocks.matrix_pointers(matrices, chunk, tile.group, row, 1, sizes))
             _store_deltas(e, d, matrix, mask, chunk, sizes, tile, row, post, factors, part_deltas, part_totals)
@@ -221,7 +221,7 @@ def compose_bwd_kernel(mask, chunk, sizes, of, matrices, sums, SUM_W1: tl.conste
     SUM_W1 those of w1 and the gate, and if SUM_W2 those of w2.
     """
     RANK: tl.constexpr = of.stage.key.RANK
-    tile = blocks.program_tile(mask, chunk, sizes)
+    tile = blocks.program_tile(mask, chunk, sizes, of.inputs.dtype.element_ty)
     if tile.is_seen:
         factors = blocks.load_key_factors(of.stage, tile, of.inputs.dtype.element_ty)
         inverse, scale = 1.0, of.scale
@@ -237,16 +237,16 @@ def compose_bwd_kernel(mask, chunk, sizes, of, matrices, sums, SUM_W1: tl.conste
             matrix = tl.load(blocks.matrix_pointers(matrices, chunk, tile.group, row, of.INDEX, sizes))
             if of.deltas is not None:
                 delta = blocks.load_row(of.deltas, mask, tile.group, chunk.start + row, sizes)
-            d32 = blocks.to_accumulator(d)
-            p, d_sums = blocks.compose_heads(d, d32, matrix, factors, of.stage, True)
-            a32 = blocks.to_accumulator(a)
+            d32 = blocks.to_accumulator(d, tile.eye)
+            p, d_sums = blocks.compose_heads(d, d32, matrix, factors, tile.eye, of.stage, True)
+            a32 = blocks.to_accumulator(a, tile.eye)
             if of.input_gradients is not None:
                 p = a32 * (p - delta[None, :]) if of.deltas is not None else p * scale
                 blocks.store_tile(of.input_gradients, p, chunk, tile, row)
             if SUM_W1:
                 w1_sums = _add_products(w1_sums, d_sums, a32)
             if SUM_W2:
-                _y, a_sums = blocks.compose_heads(a, a32, matrix, factors, of.stage, False)
+                _y, a_sums = blocks.compose_heads(a, a32, matrix, factors, tile.eye, of.stage, False)
                 w2_sums = _add_products(w2_sums, a_sums, d32)
             if SUM_W1:  # last: three registers fewer on compute capability 10.0
                 gate_sums = _add_products(gate_sums, (a32,) if of.stage.key.GATE else (), d32)

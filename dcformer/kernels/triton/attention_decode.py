@@ -176,14 +176,6 @@ class Part(NamedTuple):
     query_position: Any  # of query 0
 
 
-class Slots(NamedTuple):
-    """The places of keys in memory, [BLOCK_N] each."""
-
-    block: Any  # of a paged cache, or the row of the batch
-    row: Any  # in the block
-    slot: Any  # of the row of the batch
-
-
 @triton.jit
 def _program_heads(mask, step, BLOCKS: tl.constexpr):
     """The heads of a program, which the second axis of the grid counts with queries and blocks of channels."""
@@ -220,16 +212,16 @@ def _program_part(mask, step, b, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _locate(offs_n, is_key, step, b):
-    """Find the keys at some positions."""
+    """Find keys: block of a paged cache, or row of the batch; row in the block; slot of the row of the batch."""
     slot = offs_n
     if step.ring_size is not None:
         slot = offs_n % step.ring_size
     if step.PAGE == 0:
-        return Slots(tl.zeros_like(slot).to(tl.int64) + b, slot.to(tl.int64), slot)
+        return tl.zeros_like(slot).to(tl.int64) + b, slot.to(tl.int64), slot
     else:
         table = step.table + b * step.table_stride
         block = tl.load(table + slot // step.PAGE, mask=is_key, other=0).to(tl.int64)
-        return Slots(block, (slot % step.PAGE).to(tl.int64), slot)
+        return block, (slot % step.PAGE).to(tl.int64), slot
 
 
 @triton.jit
@@ -247,9 +239,9 @@ def _load_query_side(stage, step, heads):
 
 
 @triton.jit
-def _load_key_factors(side, slots, heads, is_pair):
+def _load_key_factors(side, block, row, heads, is_pair):
     """The factors of keys, a tuple of [1, HEADS, BLOCK_N]."""
-    block, row = slots.block[None, None, :], slots.row[None, None, :]
+    block, row = block[None, None, :], row[None, None, :]
     return load_factors(side, block, heads.offs_h[None, :, None], row, is_pair[None, :, :], tl.float32)
 
 
@@ -308,10 +300,10 @@ def decode_scores_kernel(mask, step, pre, q, k, scale, BLOCK_N: tl.constexpr):
         offs_n = start + tl.arange(0, BLOCK_N)
         is_key = offs_n < part.stop
         is_pair = heads.is_head[:, None] & is_key[None, :]
-        slots = _locate(offs_n, is_key, step, heads.b)
-        k_rows = k.pointer + state_offsets(k, slots.block[None, :], heads.offs_h[:, None], slots.row[None, :])
+        block, row, slot = _locate(offs_n, is_key, step, heads.b)
+        k_rows = k.pointer + state_offsets(k, block[None, :], heads.offs_h[:, None], row[None, :])
         q_rows = q.pointer + state_offsets(q, heads.b, heads.offs_h, heads.index)
-        key_factors = _load_key_factors(pre.key, slots, heads, is_pair)
+        key_factors = _load_key_factors(pre.key, block, row, heads, is_pair)
         products = tl.zeros([step.HEADS_PADDED, BLOCK_N, _BLOCK_D], tl.float32)
         for c in tl.static_range(0, q.CHANNELS, _BLOCK_D):
             offs_d = c + tl.arange(0, _BLOCK_D)
@@ -323,7 +315,7 @@ def decode_scores_kernel(mask, step, pre, q, k, scale, BLOCK_N: tl.constexpr):
             products += q_block.to(tl.float32)[:, None, :] * k_block.to(tl.float32)
         a = (tl.sum(products, 2) * scale)[None, :, :]
         x = tl.reshape(compose(a, factors, key_factors, static, pre), [step.HEADS_PADDED, BLOCK_N])
-        x = _mask_scores(x, mask, heads, offs_n, is_key, slots.slot, part.query_position)
+        x = _mask_scores(x, mask, heads, offs_n, is_key, slot, part.query_position)
         highest = tl.maximum(maximum, tl.max(x, 1))
         total = total * tl.exp2(maximum - highest) + tl.sum(tl.exp2(x - highest[:, None]), 1)
         maximum = highest
@@ -339,12 +331,12 @@ def _load_tile(start, stop, scores, v, post, step, heads, offs_d, BLOCK_N: tl.co
     offs_n = start + tl.arange(0, BLOCK_N)
     is_key = offs_n < stop
     is_pair = heads.is_head[:, None] & is_key[None, :]
-    slots = _locate(offs_n, is_key, step, heads.b)
-    rows = v.pointer + state_offsets(v, slots.block[None, :], heads.offs_h[:, None], slots.row[None, :])
+    block, row, _slot = _locate(offs_n, is_key, step, heads.b)
+    rows = v.pointer + state_offsets(v, block[None, :], heads.offs_h[:, None], row[None, :])
     is_value = is_pair[:, :, None] & (offs_d < v.CHANNELS)[None, None, :]
     values = tl.load(rows[:, :, None] + offs_d[None, None, :], mask=is_value, other=0.0)
     x = tl.load(scores + offs_n[None, :], mask=is_pair, other=float("-inf"))
-    return x, _load_key_factors(post.key, slots, heads, is_pair), values
+    return x, _load_key_factors(post.key, block, row, heads, is_pair), values
 
 
 @triton.jit

@@ -9,7 +9,7 @@ pass over the keys can do all. Instead a chunk of queries at a time has its scor
 2. `softmax_sums_fwd_kernel`: pre-composition, and each head's sum of exponentials by part of the keys;
 3. `reduce_parts_kernel`: the sums of all parts, as one logarithm a query and head;
 4. `weights_fwd_kernel`: pre-composition again, the exponential, and post-composition, in place of the scores (for more
-   than 32 heads the latter is `compose_fwd_kernel`);
+   than 32 heads the latter is `compose_fwd_kernel`'s);
 5. `output_fwd_kernel`: a matrix product of weights and values.
 
 Exponents are to base 2, with log2(e) in the scale of the scores.
@@ -218,7 +218,7 @@ def _query_matrix(stage, group, t, sizes):
 @triton.jit
 def softmax_sums_fwd_kernel(mask, chunk, sizes, pre, scores, matrices, largest, sums):
     """The largest composed score and the sum of exponentials, by part of the keys."""
-    tile = blocks.program_tile(mask, chunk, sizes)
+    tile = blocks.program_tile(mask, chunk, sizes, scores.dtype.element_ty)
     if tile.is_seen:
         factors = blocks.load_key_factors(pre, tile, scores.dtype.element_ty)
         for row in range(tile.first_row, tile.end_row):
@@ -268,7 +268,7 @@ def reduce_parts_kernel(mask, chunk, sizes, largest, sums, results, BLOCK: tl.co
 @triton.jit
 def weights_fwd_kernel(mask, chunk, sizes, pre, post, scores, matrices, log_sums, weights, COMPOSE: tl.constexpr):
     """Weights from scores, which they may take the place of, composed if COMPOSE."""
-    tile = blocks.program_tile(mask, chunk, sizes)
+    tile = blocks.program_tile(mask, chunk, sizes, scores.dtype.element_ty)
     if tile.is_seen:
         pre_factors = blocks.load_key_factors(pre, tile, scores.dtype.element_ty)
         post_factors = blocks.load_key_factors(post, tile, scores.dtype.element_ty)
@@ -277,7 +277,7 @@ def weights_fwd_kernel(mask, chunk, sizes, pre, post, scores, matrices, log_sums
             w = blocks.softmax_weights(a, mask, chunk, sizes, tile, row, matrices, log_sums, pre, pre_factors)
             if COMPOSE:
                 matrix = tl.load(blocks.matrix_pointers(matrices, chunk, tile.group, row, 1, sizes))
-                w, _sums = blocks.compose_heads(w.to(a.dtype), w, matrix, post_factors, post, False)
+                w, _sums = blocks.compose_heads(w.to(a.dtype), w, matrix, post_factors, tile.eye, post, False)
             blocks.store_tile(weights, w, chunk, tile, row)
     elif COMPOSE:
         blocks.store_zeros(weights, mask, chunk, sizes, tile)
@@ -286,13 +286,15 @@ def weights_fwd_kernel(mask, chunk, sizes, pre, post, scores, matrices, log_sums
 @triton.jit
 def compose_fwd_kernel(mask, chunk, sizes, post, weights, matrices, composed):
     """Weights composed after the softmax."""
-    tile = blocks.program_tile(mask, chunk, sizes)
+    tile = blocks.program_tile(mask, chunk, sizes, weights.dtype.element_ty)
     if tile.is_seen:
         factors = blocks.load_key_factors(post, tile, weights.dtype.element_ty)
         for row in range(tile.first_row, tile.end_row):
             a = blocks.load_tile(weights, chunk, tile, row)
             matrix = tl.load(blocks.matrix_pointers(matrices, chunk, tile.group, row, 1, sizes))
-            y, _sums = blocks.compose_heads(a, blocks.to_accumulator(a), matrix, factors, post, False)
+            y, _sums = blocks.compose_heads(
+                a, blocks.to_accumulator(a, tile.eye), matrix, factors, tile.eye, post, False
+            )
             blocks.store_tile(composed, y, chunk, tile, row)
     else:
         blocks.store_zeros(composed, mask, chunk, sizes, tile)

@@ -17,14 +17,7 @@ from ...dcmha import Backend
 from ...modeling_dcformer import DCFormerRMSNorm
 from ...types_dcformer import AttentionInputs
 from ...visibility_dcformer import is_number
-from ..call import (
-    DTYPES,
-    Call,
-    channels_last,
-    groups_of,
-    must_run_modules,
-    why_no_kernel,
-)
+from ..call import DTYPES, Call, channels_last, groups_of, must_run_modules, why_no_kernel
 from ..operators import ARGUMENTS, attention_flops, differentiable_op, register_op
 from . import compose_weights
 
@@ -84,10 +77,8 @@ class TritonBackend(Backend):
         sizes = (*query.shape[:3], keys)
         if torch.compiler.is_compiling() and all(map(is_number, sizes)) and query.shape[2] > MOST_DECODE_QUERIES:
             scores = query.shape[:3].numel() * (keys if window is None else min(keys, window))
-            if scores < FEWEST_SCORES_IN_A_GRAPH:
-                return (
-                    f"a compiled graph takes it from {FEWEST_SCORES_IN_A_GRAPH:,} scores on, and these are {scores:,}"
-                )
+            if scores < (fewest := FEWEST_SCORES_IN_A_GRAPH):
+                return f"a compiled graph takes it from {fewest:,} scores on, and these are {scores:,}"
         return self.why_not(inputs)
 
     def attention(self, inputs: AttentionInputs) -> Tensor:
@@ -108,21 +99,16 @@ class TritonBackend(Backend):
     ) -> tuple[Tensor, Tensor] | None:
         """Normalise and rotate queries and keys, without gradients; in a graph of its own Inductor fuses it as well."""
         device, dtype, positions = query.device, query.dtype, position_embeddings or ()
-        if (
-            torch.is_grad_enabled()
-            or torch.is_autocast_enabled(device.type)
-            or _why_not_here(device.type, device.index)
-        ):
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
+            return None
+        if _why_not_here(device.type, device.index) is not None:
             return None
         norms = () if None in norms else norms  # as the layer takes them
         if dtype not in DTYPES or not (positions or norms) or must_run_modules(*[(n, DCFormerRMSNorm) for n in norms]):
             return None
         weights = [norm.weight for norm in norms]
-        given = [
-            *((tensor, dtype) for tensor in (query, key, *weights)),
-            *((tensor, torch.float32) for tensor in positions),
-        ]
-        if any(type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype != kind for tensor, kind in given):
+        kinds = [(tensor, dtype) for tensor in (query, key, *weights)] + [(each, torch.float32) for each in positions]
+        if any(type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype != kind for tensor, kind in kinds):
             return None
         batch, _, length, channels = query.shape
         shapes = [(rows, length, min(tensor.shape[-1], channels)) for tensor in positions for rows in (1, batch)]

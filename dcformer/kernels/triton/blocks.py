@@ -39,6 +39,7 @@ class Tile(NamedTuple):
     document: Any  # [COMPOSE_N]: the first token of each key's document, if tokens are packed
     offsets: Any  # [HEADS_PADDED, COMPOSE_N]: where the scores of row 0 are in the workspace
     is_seen: Any  # whether any of the queries may see any of the keys
+    eye: Any  # [HEADS_PADDED, HEADS_PADDED]: the identity, made before the loop, out of which Triton 3.9 moves nothing
 
 
 @triton.jit
@@ -110,19 +111,6 @@ def visible_rows(mask, b, chunk, offs_n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_keys(mask, b, offs_n):
-    """Load which keys are real, and the first token of the document of each."""
-    is_key = offs_n < mask.keys
-    document = offs_n
-    if mask.first_keys is not None:
-        document = tl.load(mask.first_keys + b * mask.document_stride_b + offs_n, mask=is_key, other=-2)
-    if mask.padding is not None:
-        padding = mask.padding + b * (mask.padding_stride_b >> 1)
-        is_key = is_key & (tl.load(padding + offs_n, mask=is_key, other=0) != 0)
-    return is_key, document
-
-
-@triton.jit
 def mask_scores(x, mask, t, tile):
     """Add a float mask to scores [COMPOSE_N, HEADS] of query t, and set those of keys that it does not see to -inf."""
     b, offs_n = tile.group.b, tile.offs_n
@@ -186,16 +174,24 @@ def program_group(chunk, sizes):
 
 
 @triton.jit
-def program_tile(mask, chunk, sizes):
+def program_tile(mask, chunk, sizes, DTYPE: tl.constexpr):
     """The tile of a program in the grid `Work.compose_grid`."""
     group, pid_n, first_row = program_group(chunk, sizes), tl.program_id(0), tl.program_id(1) * sizes.COMPOSE_M
     begin, end, base = visible_blocks(mask, group.b, chunk.start, first_row, sizes.COMPOSE_M, sizes.COMPOSE_N, sizes)
     end_row = tl.minimum(first_row + sizes.COMPOSE_M, mask.queries - chunk.start)
     column = pid_n * sizes.COMPOSE_N + tl.arange(0, sizes.COMPOSE_N)
-    is_key, document = load_keys(mask, group.b, base + column)
+    offs_n = base + column
+    document = offs_n
+    is_key = offs_n < mask.keys
+    if mask.first_keys is not None:
+        document = tl.load(mask.first_keys + group.b * mask.document_stride_b + offs_n, mask=is_key, other=-2)
+    if mask.padding is not None:
+        padding = mask.padding + group.b * (mask.padding_stride_b >> 1)
+        is_key = is_key & (tl.load(padding + offs_n, mask=is_key, other=0) != 0)
     offsets = head_offsets(chunk, group, sizes)[:, None] + column[None, :]
     is_seen = (pid_n >= begin) & (pid_n < end)
-    return Tile(group, first_row, end_row, column, base + column, is_key, document, offsets, is_seen)
+    eye = identity(sizes.HEADS_PADDED, DTYPE)
+    return Tile(group, first_row, end_row, column, offs_n, is_key, document, offsets, is_seen, eye)
 
 
 @triton.jit
@@ -271,20 +267,16 @@ def matrix_pointers(matrices, chunk, group, row, index, sizes, NUMBER: tl.conste
 @triton.jit
 def identity(SIZE: tl.constexpr, DTYPE: tl.constexpr):
     """The identity matrix [SIZE, SIZE]."""
-    h = tl.arange(0, SIZE)
-    return (h[:, None] == h[None, :]).to(DTYPE)
+    return (tl.arange(0, SIZE)[:, None] == tl.arange(0, SIZE)[None, :]).to(DTYPE)
 
 
 @triton.jit
-def to_accumulator(a):
+def to_accumulator(a, eye):
     """
     A tile in float32, as a matrix product leaves it. The product with the identity is exact, and cheaper than to change
     how threads hold what they have loaded.
     """
-    if a.dtype == tl.float32:
-        return a
-    else:
-        return tl.dot(a, identity(a.shape[1], a.dtype))
+    return a if a.dtype == tl.float32 else tl.dot(a, eye)
 
 
 @triton.jit
@@ -302,7 +294,7 @@ def sum_over_heads(x):
 
 
 @triton.jit
-def compose_heads(a, a32, matrix, key, stage, TRANSPOSED: tl.constexpr):
+def compose_heads(a, a32, matrix, key, eye, stage, TRANSPOSED: tl.constexpr):
     """
     Equation 7 for one query's tile a [COMPOSE_N, HEADS], which is given in float32 too. Returns the composed tile in
     float32 and, of each rank, the sums over the heads with the keys' w1 (w2 in the transpose), in every column.
@@ -320,7 +312,7 @@ def compose_heads(a, a32, matrix, key, stage, TRANSPOSED: tl.constexpr):
             total = tl.sum(product, 1, keep_dims=True) if a.dtype == tl.float32 else sum_over_heads(product)
             of_key += total.to(a.dtype) * key[(1 - TRANSPOSED) * RANK + r]
             sums = sums + (total,)
-        x = x + of_key if a.dtype == tl.float32 else tl.dot(of_key, identity(a.shape[1], a.dtype), x)
+        x = x + of_key if a.dtype == tl.float32 else tl.dot(of_key, eye, x)
     return x, sums
 
 
@@ -328,7 +320,7 @@ def compose_heads(a, a32, matrix, key, stage, TRANSPOSED: tl.constexpr):
 def composed_scores(a, mask, chunk, sizes, tile, row, matrices, stage, factors):
     """Scores a [COMPOSE_N, HEADS] of a row composed before the softmax, and masked."""
     matrix = tl.load(matrix_pointers(matrices, chunk, tile.group, row, 0, sizes))
-    x, _sums = compose_heads(a, to_accumulator(a), matrix, factors, stage, False)
+    x, _sums = compose_heads(a, to_accumulator(a, tile.eye), matrix, factors, tile.eye, stage, False)
     return mask_scores(x, mask, chunk.start + row, tile)
 
 

@@ -161,7 +161,7 @@ class Work(NamedTuple):
 
     def compose_options(self) -> dict[str, int]:
         """Warps and stages of kernels that compose."""
-        return {"num_warps": self.sizes.WARPS, "num_stages": self.sizes.STAGES}
+        return {"num_warps": self.sizes.WARPS, "num_stages": self.sizes.STAGES, "enable_fp_fusion": True}
 
     def new_scores(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Memory for the scores of all heads, (batch, head, row, column)."""
