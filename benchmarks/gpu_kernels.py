@@ -32,7 +32,7 @@ from .measure import Benchmark, Entry, Run, relative_error, run_command
 
 
 class Setting(NamedTuple):
-    """As in `tuning.TILES`, and `tuning.COMPOSE_M`."""
+    """The tiles of kernels that compose, as in `tuning.TILES`, and `tuning.COMPOSE_M`."""
 
     scores: int = 2048
     keys: int = 64
@@ -65,7 +65,7 @@ def calls(of: Operands, window: int | None) -> list[Callable[[], Any]]:
 
 
 def largest_error(shape: Shape, device: torch.device) -> float:
-    """Of output and gradients, relative to those of PyTorch in float32."""
+    """The largest error of output and gradients, relative to those of PyTorch in float32."""
     of = prompt_operands(*shape[:2], 320 if device.type == "cuda" else 40, device, number_type(device)).leaves()
     upstream, results = torch.randn_like(of.query), []
     for operands, name in ((of, "triton"), (of.leaves(dtype=torch.float32), "plain")):
