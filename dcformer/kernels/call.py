@@ -52,27 +52,31 @@ class Call(NamedTuple):
     @classmethod
     def of(cls, inputs: AttentionInputs) -> "Call":
         """The call with these arguments, whose compositions have the same groups."""
-        tensors, groups = list(inputs[:3]), 1
+        tensors: list[Any] = list(inputs[:3])
+        groups = 1
         for weights in (inputs.pre, inputs.post):
             if weights is None:
                 tensors += (None, None, None)
                 continue
             query, key, static, groups_here = weights
             tensors += (None if query is None else query.factors, None if key is None else key.factors, static)
-            if not (query is key is static is None):
+            if not (query is None and key is None and static is None):
                 groups = groups_here
         mask = inputs.mask
         tensors += (mask.padding, mask.sequence_ids, mask.dense)
-        return cls(*tensors, groups, mask.is_causal, mask.sliding_window, mask.query_offset, inputs.scaling)
+        numbers: list[Any] = [groups, mask.is_causal, mask.sliding_window, mask.query_offset, inputs.scaling]
+        return cls(*tensors, *numbers)
 
     def with_channels_last(self) -> "Call":
         """A call with the channels of query, key and value side by side in memory, as the kernels read them."""
-        return Call(*map(channels_last, self[:3]), *self[3:])
+        fields: Any = (*map(channels_last, self[:3]), *self[3:])
+        return Call(*fields)
 
     def needs_gradient(self) -> bool:  # no property: older Dynamos stop at one of a named tuple
         """Tell whether a call will be differentiated, as far as can be known."""
         if torch.is_grad_enabled():
-            for tensor in self[:DIFFERENTIABLE]:
+            tensors: Any = self[:DIFFERENTIABLE]
+            for tensor in tensors:
                 if tensor is not None and tensor.requires_grad:
                     return True
         return False
@@ -85,10 +89,10 @@ class Call(NamedTuple):
     def new_gradients(self, in_float32: str | tuple[str, ...] = ()) -> list[Tensor | None]:
         """Memory for gradients, in float32 of fields whose names end so; of static maps zeros, to be added to."""
         gradients: list[Tensor | None] = []
-        for name, tensor in zip(self._fields, self[:DIFFERENTIABLE]):
-            make = (
-                new_states if name in self._fields[:3] else Tensor.new_zeros if "static" in name else Tensor.new_empty
-            )
+        tensors: Any = self[:DIFFERENTIABLE]
+        for name, tensor in zip(self._fields, tensors):
+            make: Any = Tensor.new_zeros if "static" in name else Tensor.new_empty
+            make = new_states if name in self._fields[:3] else make
             dtype = torch.float32 if name.endswith(in_float32) else None
             gradients.append(None if tensor is None else make(tensor, tensor.shape, dtype=dtype))
         return gradients
@@ -98,7 +102,7 @@ def groups_of(inputs: AttentionInputs) -> list[int]:
     """Groups of heads of each composition that changes something."""
     groups = []
     for weights in (inputs.pre, inputs.post):
-        if weights is not None and not (weights.query is weights.key is weights.static is None):
+        if weights is not None and (weights.query, weights.key, weights.static) != (None, None, None):
             groups.append(weights.groups)
     return groups
 

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..call import LOG2_E, Call, cdiv
+from ..call import DIFFERENTIABLE, LOG2_E, Call, cdiv
 from . import attention_forward as forward
 from . import blocks
 from .tuning import PART, QUERY_FACTORS, REDUCING, Sizes, constant, product_tile
@@ -83,7 +83,8 @@ def composed_backward(
         # Their memory is that of the next chunk.
         del scores, gradients, weights, composed, score_gradients, matrices, part_deltas, part_totals, shared
         del after, before
-    return tuple(None if result is None else result.to(tensor.dtype) for result, tensor in zip(results, call))
+    tensors: Any = call[:DIFFERENTIABLE]
+    return tuple(None if result is None else result.to(tensor.dtype) for result, tensor in zip(results, tensors))
 
 
 class Composition(NamedTuple):
@@ -129,7 +130,7 @@ def _launch_compose_bwd(work: Work, of: Composition, matrices: Tensor, dquery: A
         inputs = {"stage": of.stage, "inputs": of.inputs, "gradients": of.gradients, "norms": of.norms}
         outputs = {"dquery": dquery, "dmatrices": dmatrices, "scale": scale}
         query_factors_bwd_kernel[grid](*work.arguments(), **inputs, **outputs, **QUERY_FACTORS)
-        if dstatic is not None:
+        if dstatic is not None and dmatrices is not None:
             dstatic += dmatrices[:, :rows, :, : sizes.HEADS, : sizes.HEADS].sum((0, 1))
     sums = None
     if dkey is not None:

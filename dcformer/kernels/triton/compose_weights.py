@@ -88,7 +88,7 @@ def _gradients(
     of_products = torch.empty_like(products)
     with torch.cuda.device_of(products):
         activated, of_maps = launch_gradients(approximate, eps, gradient, products, weight, of_products)
-    if not needs_weight:
+    if not needs_weight or activated is None:
         return [of_products]
     parts = torch.bmm(activated.mT, of_maps).unflatten(0, (weight.shape[:2].numel(), -1))
     return [of_products, parts.sum(1, dtype=weight.dtype).view(weight.shape)]

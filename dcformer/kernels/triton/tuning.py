@@ -86,7 +86,7 @@ class Sizes(NamedTuple):
 @functools.cache
 def constants(sizes: Sizes) -> Sizes:
     """Sizes with constants as members, as kernels take them."""
-    return Sizes(*map(constant, sizes))  # type: ignore[arg-type]
+    return Sizes(*map(constant, sizes))
 
 
 def product_tile(states: Tensor) -> tuple[int, int]:

@@ -245,4 +245,4 @@ def _reads_eight(factors: Tensor) -> bool:
         return False
     last = factors.storage_offset() + sum((size - 1) * stride for size, stride in zip(factors.shape, strides))
     is_aligned = factors.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in strides)
-    return is_aligned and (last + 8) * 2 <= factors.untyped_storage().nbytes()
+    return bool(is_aligned and (last + 8) * 2 <= factors.untyped_storage().nbytes())
