@@ -31,12 +31,13 @@ PREFIX = "dcmha_"
 
 class Backend:
     """
-    One way to compute composed attention, and perhaps at once what surrounds it in a layer.
+    One way to compute composed attention, and perhaps parts of a layer around it: these are asked of all backends for a
+    device, whichever computes attention, except in models with `attn_implementation="dcmha_plain"`.
 
     Attributes:
         name (`str`): As `implementation=` takes it.
-        device_type (`str`, *optional*): Type of the devices where calls that name no implementation try it, or "any".
-            None: those never do.
+        device_type (`str`, *optional*): The devices where calls that name no backend try it, such as "cpu", or "any",
+            and where it is asked for parts of a layer. None: attention by name only.
     """
 
     name: str
@@ -51,7 +52,7 @@ class Backend:
         return self.why_not(inputs)
 
     def attention(self, inputs: AttentionInputs) -> Tensor:
-        """The output (batch, heads, query, value channels) of a call that `why_not` allows, with autocast off."""
+        """The output in the query's dtype, zeros for a query that sees no key. Autocast is off, nothing is empty."""
         raise NotImplementedError
 
     # Parts of a layer. None leaves them to the layer's own modules, which it must where somebody may observe these.
@@ -246,9 +247,9 @@ def composed_attention(
 
     Returns:
         `Tensor`: (batch, heads, query, value channels), in the query's dtype; zeros for a query that sees no key. The
-        softmax and the compositions run in float32 (float64 for float64 inputs). With `return_weights` a pair of this
-        and the composed weights (batch, heads, query, key); they can be negative, and a row need not sum to one.
-        Second derivatives need `implementation="plain"`.
+        softmax runs in float32 (float64 for float64 inputs), and so do the compositions, but for "triton" with many
+        queries in 16 bits. With `return_weights` a pair of this and the composed weights (batch, heads, query, key),
+        which can be negative, and need not sum to one. Second derivatives need `implementation="plain"`.
 
     Raises:
         ValueError: if shapes do not fit, a number is below 1, or the implementation cannot compute this.
@@ -256,7 +257,7 @@ def composed_attention(
     mask: dict[str, Any] = {"is_causal": is_causal, "sliding_window": sliding_window, "attention_mask": attention_mask}
     inputs = _checked_inputs(query, key, value, pre, post, scaling, dropout, chunk_size, **mask)
     wants_maps = return_weights or observe is not None
-    backend = choose_backend(inputs, "plain" if wants_maps else implementation)
+    backend = choose_backend(inputs, "plain" if wants_maps and implementation in (None, *BACKENDS) else implementation)
     if query.shape[0] * query.shape[2] * key.shape[2] == 0:
         output = query.new_zeros(*query.shape[:3], value.shape[3])
         return (output, query.new_zeros(*query.shape[:3], key.shape[2])) if return_weights else output

@@ -34,7 +34,8 @@ class Call(NamedTuple):
     key: Tensor  # (batch, key/value heads, key, channels)
     value: Tensor  # (batch, key/value heads, key, value channels)
     pre_query: Tensor | None  # (batch, heads, query, factors), as `ComposeSide.factors`
-    # (batch, heads, key, factors), or, as cached, (batch, key/value heads, key, query heads of each x factors)
+    # (batch, heads, key, factors), or, where vLLM calls `decode_op`, (blocks, key/value heads, keys of a block, query
+    # heads of each x factors)
     pre_key: Tensor | None
     pre_static: Tensor | None  # (groups, heads per group, heads per group) [in, out]
     post_query: Tensor | None  # after the softmax, shaped as before it

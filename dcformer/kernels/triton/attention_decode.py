@@ -52,7 +52,7 @@ class Step(NamedTuple):
     span: int  # the most keys that a row's queries see
     parts: int  # of the scores
     scores: Tensor  # (batch, heads, queries, span)
-    log_sums: Tensor  # (batch, groups x queries, parts, heads of a group)
+    log_sums: Tensor  # (batch, groups x queries, parts, heads of a group, padded)
     tickets: Tensor  # (batch, groups x queries, blocks of value channels)
     PAGE: tl.constexpr  # keys of a block; 0 if the cache is not paged
     HEADS: tl.constexpr  # of a group

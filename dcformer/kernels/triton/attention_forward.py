@@ -2,14 +2,15 @@
 Composed attention of many queries on GPUs: section 3 and appendix D of the paper in bounded memory.
 
 Every head's score has to be complete before any is composed, and every weight normalised before it is composed, so no
-pass over the keys can do all. Instead a chunk of queries at a time has its scores in a workspace of 16 bits:
+pass over the keys can do all. Instead a chunk of queries at a time has its scores in a workspace, of 16 bits for
+16-bit inputs:
 
 1. `scores_fwd_kernel`: a matrix product of queries and keys, only where a query sees a key; `matrices_fwd_kernel`: what
    queries and static maps do to scores, as a matrix for each query;
 2. `softmax_sums_fwd_kernel`: pre-composition, and each head's sum of exponentials by part of the keys;
 3. `reduce_parts_kernel`: the sums of all parts, as one logarithm a query and head;
-4. `weights_fwd_kernel`: pre-composition again, the exponential, and post-composition, in place of the scores (for more
-   than 32 heads the latter is `compose_fwd_kernel`'s);
+4. `weights_fwd_kernel`: pre-composition again, the exponential, and post-composition, in place of the scores (where
+   these need too many registers, `Sizes.IS_SPLIT`, the latter is `compose_fwd_kernel`'s);
 5. `output_fwd_kernel`: a matrix product of weights and values.
 
 Exponents are to base 2, with log2(e) in the scale of the scores.
