@@ -5,10 +5,8 @@ import copy
 import pytest
 import torch
 from tiny_models import random_tokens, tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, DynamicCache, StaticCache
+from transformers import CompileConfig, DynamicCache, StaticCache
 
-from dcformer import pretrained_path
-from dcformer.head_tasks import build_tokenizer
 from dcformer.modeling_dcformer import CACHE_NAME
 
 
@@ -140,16 +138,3 @@ def test_drafts_of_the_first_layers_change_nothing(variant):
     assert torch.equal(model.generate(tokens, **options), greedy)
     model.config.num_hidden_layers = 3
     assert model.model.layers_here() == [0, 1, 2] and len(model(tokens, output_hidden_states=True).hidden_states) == 4
-
-
-@pytest.mark.parametrize("policy", ["error", "clamp"])
-def test_a_draft_with_another_tokenizer_samples_again_and_again(policy):
-    """Transformers then replaces the embedding of the draft model by another module."""
-    folder, other = pretrained_path("dcformer-tiny"), build_tokenizer(64)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    draft, prompt = tiny_model(vocab_size=len(other), oov_policy=policy), tokenizer("static int a", return_tensors="pt")
-    options = {"assistant_model": draft, "tokenizer": tokenizer, "assistant_tokenizer": other}
-    for seed in range(2):
-        torch.manual_seed(seed)
-        answer = model.generate(**prompt, **options, do_sample=True, max_new_tokens=NEW, eos_token_id=None)
-        assert answer.shape[1] == prompt.input_ids.shape[1] + NEW

@@ -162,27 +162,3 @@ def test_oov_pad_is_refused_with_what_does_it_today(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**values, "oov_policy": "pad"}))
     with pytest.raises(ValueError, match="one of error, clamp, got 'pad'"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("is_tied, dtype", [(False, torch.float32), (True, torch.bfloat16)], ids=["two", "tied"])
-def test_a_new_token_that_was_trained_is_generated(is_tied, dtype, tmp_path):
-    model, tokens, new = tiny_model(tie_word_embeddings=is_tied).to(dtype), random_tokens(2, 12), 70
-    with torch.no_grad():
-        before, mean = model(tokens).logits, model.lm_head.weight.float().mean(0)
-        model.resize_token_embeddings(new + 1, pad_to_multiple_of=128)
-        assert torch.equal(model(tokens).logits[..., :67], before)
-    added = model.lm_head.weight[67:].float()
-    # An added row is the mean of the others, plus noise from Transformers (3e-5 of their spread) and 16-bit rounding.
-    torch.testing.assert_close(added, mean.expand_as(added), atol=1e-3, rtol=2**-8)
-    assert (model(tokens).logits.argmax(-1) < 67).all()
-    model.save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    assert model.config.vocab_size == model.get_input_embeddings().num_embeddings == model.lm_head.out_features == 128
-    optimizer, labels = torch.optim.Adam(model.parameters(), lr=0.01), torch.full_like(tokens, new)
-    for _ in range(20):
-        model.train()(tokens, labels=labels).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert (model.eval().generate(tokens, max_new_tokens=3, do_sample=False)[:, 12:] == new).all()
-    with pytest.raises(ValueError, match=r"Token id 128 .* which has 128"):
-        model(torch.tensor([[128]]))

@@ -11,7 +11,6 @@ from reference import hidden_pairs, reference_attention
 from tiny_models import TINY, VARIANTS, random_tokens, tiny_config, tiny_model, wrap
 from torch import nn
 from torch.func import functional_call, grad, vmap
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from dcformer import DCFormerForCausalLM, register_implementation
 from dcformer.inputs_dcformer import CACHE_NAME
@@ -30,17 +29,6 @@ def test_loss_is_the_mean_cross_entropy_of_the_next_token():
     torch.testing.assert_close(outputs.loss, expected)
     counted = model(tokens, labels=labels, num_items_in_batch=100).loss
     torch.testing.assert_close(counted, expected * (labels[:, 1:] != -100).sum() / 100)
-
-
-@torch.no_grad()
-def test_scaled_rope_also_after_loading(tmp_path):
-    """Linear scaling by two sees position 2p as the plain table sees p."""
-    plain, tokens = tiny_model().double(), random_tokens(1, 15)
-    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-    tiny_model(rope_parameters=scaled).save_pretrained(tmp_path)
-    loaded = DCFormerForCausalLM.from_pretrained(tmp_path).eval().double()
-    logits = loaded(tokens, attention_mask=torch.ones(1, 15), position_ids=2 * torch.arange(15)[None]).logits
-    torch.testing.assert_close(logits, plain(tokens).logits, atol=1e-6, rtol=0)
 
 
 @torch.no_grad()
@@ -161,26 +149,6 @@ def test_composition_starts_as_section_4_of_the_paper_says(groups):
         # The relative error of a deviation estimated from n numbers is about 1 / sqrt(2 n).
         assert drawn.std().item() == pytest.approx(deviation, rel=4 / math.sqrt(2 * drawn.numel()))
         assert abs(drawn.mean().item()) < 4 * deviation / math.sqrt(drawn.numel())
-
-
-@torch.no_grad()
-def test_a_model_without_composition_is_llama():
-    config = tiny_config("plain_gated_transformer", qk_norm=False, sliding_window=None, num_key_value_heads=2)
-    ours, tokens = DCFormerForCausalLM(config).eval(), random_tokens(2, 20)
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    values = {name: getattr(config, name) for name in (*sizes, "num_key_value_heads")}
-    llama = LlamaForCausalLM(LlamaConfig(**values, rms_norm_eps=config.norm_eps)).eval()
-    weights = {}
-    for name, weight in ours.state_dict().items():
-        if "qkv_proj" in name:
-            parts = weight.split(ours.model.layers[0].self_attn.qkv_sizes)
-            weights |= {name.replace("qkv_proj", f"{letter}_proj"): part for letter, part in zip("qkv", parts)}
-        else:
-            weights[name] = weight
-    llama.load_state_dict(weights)
-    for implementation in ("sdpa", "eager"):
-        ours.set_attn_implementation(implementation)
-        torch.testing.assert_close(ours(tokens).logits, llama(tokens).logits, atol=1e-6, rtol=1e-5)
 
 
 @torch.no_grad()
