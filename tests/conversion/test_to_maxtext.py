@@ -168,14 +168,6 @@ def test_parts_of_the_disk_layout(tmp_path):
         read_params(tmp_path / "run")
 
 
-def test_a_model_without_composition_gets_zeros(tmp_path):
-    folder, _ = save(tmp_path / "ours", "plain_gated_transformer")
-    convert_to_maxtext(folder, tmp_path / "run")
-    unused = {name: values for name, values in read_params(tmp_path / "run").items() if "dyn_w_proj" in name}
-    assert unused["params.decoder.layers.self_attention_0.AttentionOp_0.dyn_w_proj.qkw"].shape == (1, 1, 4, 16, 4, 4)
-    assert len(unused) == 6 and not any(values.any() for values in unused.values())
-
-
 def test_unused_arrays_of_another_layout_become_zeros(golden, tmp_path):
     (tmp_path / "run.yml").write_text("{window_size: [null, null], pre_compose: false, post_compose: false}")
     run = golden / "A_jax" / "A6" / "checkpoints"

@@ -1,24 +1,17 @@
 """DCViT: sizes of the paper, the outputs of a ViT that it is made of, and everything people do with a ViT."""
 
-import numpy as np
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from PIL import Image
 from reference import composed_attention_reference
 from safetensors import safe_open
 from test_loading import without
 from tiny_models import strengthened
 from torch.testing import assert_close
 from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForImageClassification,
     ViTConfig,
     ViTForImageClassification,
-    ViTImageProcessorPil,
     ViTModel,
-    pipeline,
 )
 
 from dcformer import DCViTConfig, DCViTForImageClassification, DCViTModel
@@ -155,21 +148,6 @@ def test_patches_that_are_masked_have_no_influence(switches):
     changed[:, :, -4:] = 3.0
     assert_close(model(changed, attention_mask=mask).logits, model(images(), attention_mask=mask).logits, **CLOSE)
     assert not torch.allclose(model(changed).logits, model(images()).logits, atol=0.01)
-
-
-def test_the_auto_classes_and_a_pipeline_know_a_saved_folder(tmp_path):
-    model = tiny_dcvit()
-    model.save_pretrained(tmp_path)
-    ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(tmp_path)
-    assert isinstance(AutoConfig.from_pretrained(tmp_path), DCViTConfig)
-    assert isinstance(AutoModel.from_pretrained(tmp_path), DCViTModel)
-    assert isinstance(AutoModelForImageClassification.from_pretrained(tmp_path), DCViTForImageClassification)
-    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
-    classifier = pipeline("image-classification", str(tmp_path), top_k=5)
-    scores = {answer["label"]: answer["score"] for answer in classifier(Image.fromarray(pixels))}
-    inputs = ViTImageProcessorPil.from_pretrained(tmp_path)(Image.fromarray(pixels), return_tensors="pt")
-    expected = model(**inputs).logits.softmax(-1)[0]
-    assert_close(torch.tensor([scores[f"LABEL_{number}"] for number in range(5)]), expected, **CLOSE)
 
 
 def test_inputs_models_and_files_that_do_not_fit_are_refused(tmp_path):

@@ -105,15 +105,6 @@ def test_a_padded_row_is_classified_as_it_is_alone(side):
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
 
 
-def test_a_head_is_drawn_on_a_language_model_and_its_decoder_kept(tmp_path):
-    language_model = tiny_model()
-    language_model.save_pretrained(tmp_path)
-    model, info = HEADS["sequence"].from_pretrained(tmp_path, output_loading_info=True)
-    assert info["missing_keys"] == {"score.weight"} and info["unexpected_keys"] == {"lm_head.weight"}
-    for name, parameter in language_model.model.named_parameters():
-        assert torch.equal(model.model.get_parameter(name), parameter), name
-
-
 def smoothed_loss(model, tokens, labels, folder):
     """What Trainer optimises with `label_smoothing_factor=0.1`."""
     arguments = TrainingArguments(folder, label_smoothing_factor=0.1, report_to=[], use_cpu=True)
