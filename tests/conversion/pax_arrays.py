@@ -5,19 +5,8 @@ import numpy as np
 
 PAX_ROOT = "state.mdl_vars.params.lm."
 PAX_MLP = PAX_ROOT + "transformer.repeat.sub.x_layers_0.ff_layer.ffn_layer1.linear.w"
-PAX_CONFIG = {
-    "vocab_size": 30,
-    "n_layer": 2,
-    "n_head": 4,
-    "dim": 16,
-    "intermediate_size": 24,
-    "window_size": 6,
-    "window_type": "LG",
-    "use_qk_norm": True,
-    "norm_eps": 1e-6,
-    "block_size": 64,
-    "is_training": True,
-}
+PAX_CONFIG = {"vocab_size": 30, "n_layer": 2, "n_head": 4, "dim": 16, "intermediate_size": 24, "norm_eps": 1e-6}
+PAX_CONFIG |= {"window_size": 6, "window_type": "LG", "use_qk_norm": True, "block_size": 64, "is_training": True}
 # Of a training run, which is not converted.
 PAX_STATE = {"step": np.array(7, np.int32), "opt_states_0.no_prefix_0.count": np.zeros((), np.int32)}
 

@@ -19,14 +19,9 @@ def run(tmp_path_factory):
 @pytest.fixture
 def bucket(run, monkeypatch):
     server = FakeBucket({"mine/": b""} | {f"mine/{name}": content for name, content in contents(run).items()})
-    settings = {
-        "AWS_ENDPOINT_URL": server.endpoint,
-        "AWS_REGION": "us-east-1",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "TENSORSTORE_GCS_HTTP_URL": server.endpoint,
-        "GCE_METADATA_ROOT": "127.0.0.1:9",
-    }
+    settings = dict.fromkeys(("AWS_ENDPOINT_URL", "TENSORSTORE_GCS_HTTP_URL"), server.endpoint)
+    settings |= dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "test")
+    settings |= {"AWS_REGION": "us-east-1", "GCE_METADATA_ROOT": "127.0.0.1:9"}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     yield server

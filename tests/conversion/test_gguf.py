@@ -13,16 +13,13 @@ from dcformer.conversion.gguf import generation_settings
 
 
 pytest.importorskip("gguf")
+NEUTRAL = {"rope.scaling.type": "none", "rope.scaling.factor": 1.0, "expert_count": 0}
+SIZES_OF_HEADS = dict.fromkeys(("rope.dimension_count", "attention.key_length", "attention.value_length"), 16)
 # Type of the model, and what is written otherwise.
 GOOD = {
-    "llama": {},
-    "llama with neutral settings": {
-        "settings": {"rope.scaling.type": "none", "rope.scaling.factor": 1.0, "expert_count": 0}
-    },
+    "llama with neutral settings": {"settings": NEUTRAL},
     "llama with the format's rotary base": {"without": ["rope.freq_base"]},
-    "qwen2 with sizes of heads": {
-        "settings": dict.fromkeys(("rope.dimension_count", "attention.key_length", "attention.value_length"), 16)
-    },
+    "qwen2 with sizes of heads": {"settings": SIZES_OF_HEADS},
     "qwen3": {},
 }
 THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
@@ -57,23 +54,13 @@ def source(folder, model_type="llama", **values):
 
 def test_settings_for_generate_and_the_licence_come_along(tmp_path):
     sampling = {"general.sampling.temp": 0.7, "general.sampling.top_k": -1, "general.sampling.min_p": 0.05}
-    facts = {
-        "tokenizer.ggml.eot_token_id": 3,
-        "tokenizer.ggml.eom_token_id": 2,
-        "general.license": "apache-2.0",
-        "tokenizer.chat_template": "{{ messages }}",
-    }
+    facts = {"tokenizer.ggml.eot_token_id": 3, "tokenizer.ggml.eom_token_id": 2}
+    facts |= {"general.license": "apache-2.0", "tokenizer.chat_template": "{{ messages }}"}
     write_gguf(tmp_path / "tiny.gguf", source(tmp_path), facts=sampling | facts)
     upcycle(tmp_path / "tiny.gguf", tmp_path / "model")
     settings = GenerationConfig.from_pretrained(tmp_path / "model").to_diff_dict()
-    expected = {
-        "bos_token_id": 0,
-        "eos_token_id": [1, 2, 3],
-        "do_sample": True,
-        "temperature": 0.7,
-        "top_k": 0,
-        "min_p": 0.05,
-    }
+    expected = {"bos_token_id": 0, "eos_token_id": [1, 2, 3]}
+    expected |= {"do_sample": True, "temperature": 0.7, "top_k": 0, "min_p": 0.05}
     assert settings.items() >= expected.items() and "repetition_penalty" not in settings
     assert generation_settings({"general.sampling.temp": 0.0})["do_sample"] is False
     assert (tmp_path / "model" / "chat_template.jinja").read_text() == "{{ messages }}"

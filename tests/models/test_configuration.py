@@ -14,15 +14,11 @@ from dcformer.configuration_dcformer import AUTHORS_KEYS
 
 
 AUTHORS_FILE = {"architectures": ["DCFormer"], "model_type": "dcformer", "vocab_size": 50257, "torch_dtype": "float16"}
-AUTHORS_FILE |= {
-    "auto_map": {"AutoConfig": "configuration_dcformer.DCFormerConfig"},
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-AUTHORS_FILE |= {"dim": 64, "head_dim": 16, "intermediate_size": 96, "n_head": 4, "n_layer": 8, "n_local_heads": 4}
+AUTHORS_FILE |= {"auto_map": {"AutoConfig": "configuration_dcformer.DCFormerConfig"}, "n_layer": 8, "n_head": 4}
+AUTHORS_FILE |= {"bos_token_id": 1, "eos_token_id": 2, "dim": 64, "head_dim": 16, "n_local_heads": 4}
 AUTHORS_FILE |= {"block_size": 2048, "window_size": 256, "window_type": None, "q_chunk_size": 128, "rope_base": 10000}
-AUTHORS_FILE |= {"norm_eps": 1e-6, "use_qk_norm": True, "query_wise": False, "use_dcmha": True}
-AUTHORS_FILE |= {"is_training": False, "use_gradient_checkpointing": False}
+AUTHORS_FILE |= {"norm_eps": 1e-6, "use_qk_norm": True, "query_wise": False, "use_dcmha": True, "is_training": False}
+AUTHORS_FILE |= {"intermediate_size": 96, "use_gradient_checkpointing": False}
 
 
 LAYER_TYPES = {"L": "sliding_attention", "G": "full_attention"}

@@ -8,11 +8,7 @@ from safetensors import safe_open
 from test_loading import without
 from tiny_models import strengthened
 from torch.testing import assert_close
-from transformers import (
-    ViTConfig,
-    ViTForImageClassification,
-    ViTModel,
-)
+from transformers import ViTConfig, ViTForImageClassification, ViTModel
 
 from dcformer import DCViTConfig, DCViTForImageClassification, DCViTModel
 
@@ -20,15 +16,8 @@ from dcformer import DCViTConfig, DCViTForImageClassification, DCViTModel
 # Two orders of summation in float32, of values near 1.
 CLOSE = {"rtol": 0, "atol": 1e-5}
 PLAIN = {"compose_pre": False, "compose_post": False}
-TINY = {
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "image_size": 16,
-    "patch_size": 4,
-    "num_labels": 5,
-}
+TINY = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 2}
+TINY |= {"image_size": 16, "patch_size": 4, "num_labels": 5}
 
 
 def tiny_vit(model_class=ViTForImageClassification, **options):

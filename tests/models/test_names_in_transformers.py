@@ -15,13 +15,7 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.modelcard import TASK_MAPPING
 
 import dcformer
-from dcformer import (
-    DCFormerConfig,
-    DCFormerForCausalLM,
-    DCFormerForTokenClassification,
-    DCFormerModel,
-    pretrained_path,
-)
+from dcformer import DCFormerConfig, DCFormerForCausalLM, DCFormerForTokenClassification, DCFormerModel, pretrained_path
 from dcformer.integrations import name_models_for_server
 
 

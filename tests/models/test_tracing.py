@@ -24,8 +24,7 @@ def padded(batch, length, label_shape):
 
 
 @pytest.mark.parametrize(
-    ("model_class", "label_shape", "layers"),
-    [(DCFormerForCausalLM, 2, 2), (DCFormerForSequenceClassification, 1, 1)],
+    ("model_class", "label_shape", "layers"), [(DCFormerForCausalLM, 2, 2), (DCFormerForSequenceClassification, 1, 1)]
 )
 def test_exported_once_it_is_right_at_every_length_batch_and_padding_in_any_runtime(model_class, label_shape, layers):
     # torch 2.10 exports no key/value heads that are shared, nor those of Llama.

@@ -22,10 +22,7 @@ from dcformer.training.trainer import RecipeTrainer
 # Evaluations and saves at different steps, accumulation over two passes, dropout.
 SECTIONS = {
     "plain_with_dropout": {"model": {"compose_pre": False, "compose_post": False, "attention_dropout": 0.2}},
-    "muon_several_passes": {
-        "data": {"documents": 2},
-        "training": {"optimizer": "muon", "muon_learning_rate": 0.02},
-    },
+    "muon_several_passes": {"data": {"documents": 2}, "training": {"optimizer": "muon", "muon_learning_rate": 0.02}},
     "streaming_several_passes": {"data": {"streaming": True, "documents": 2}},
     "killed_while_saving": {},
     "killed_while_saving_first": {},
