@@ -1,11 +1,78 @@
 """Checkpoints in buckets, which a local server imitates."""
 
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlparse
+from xml.sax.saxutils import escape
+
 import pytest
 from damage import contents
-from fake_bucket import FakeBucket
 from orbax_writer import maxtext_leaves, write_checkpoint
 
 from dcformer.conversion import convert_maxtext, stores, writer
+
+
+class FakeBucket(ThreadingHTTPServer):
+    """A bucket named `runs` of files by their paths; it answers with `status`, or never if `is_silent`."""
+
+    daemon_threads = True
+
+    def __init__(self, files):
+        super().__init__(("127.0.0.1", 0), AnsweringReaders)
+        self.files, self.status, self.is_silent = files, 200, False
+        self.is_stopped, self.endpoint = threading.Event(), f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def stop(self):
+        self.is_stopped.set()
+        self.shutdown()
+        self.server_close()
+
+    def listing(self, query, is_google):
+        prefix, start, end = (query.get(key, [""])[0] for key in ("prefix", "startOffset", "endOffset"))
+        names = [name for name in sorted(self.files) if name.startswith(prefix) and start <= name < (end or "~")]
+        sizes = {name: len(self.files[name]) for name in names}
+        if is_google:
+            items = [{"name": name, "size": str(size), "generation": "1"} for name, size in sizes.items()]
+            return json.dumps({"items": items}).encode()
+        entries = (f"<Contents><Key>{escape(name)}</Key><Size>{size}</Size></Contents>" for name, size in sizes.items())
+        text = f"<ListBucketResult><IsTruncated>false</IsTruncated>{''.join(entries)}</ListBucketResult>"
+        return f'<?xml version="1.0"?>{text}'.encode()
+
+
+class AnsweringReaders(BaseHTTPRequestHandler):
+    """As much of S3 and Google Cloud Storage as reading needs."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        bucket, url = self.server, urlparse(self.path)
+        path, query, google = unquote(url.path), parse_qs(url.query), "/storage/v1/b/runs/o"
+        if bucket.is_silent:
+            bucket.is_stopped.wait()
+            return
+        status, body, is_google = bucket.status, b"", path.startswith(google)
+        key = path.removeprefix(google).removeprefix("/runs").removeprefix("/")
+        if status == 200 and (not key if is_google else "list-type" in query):
+            body = bucket.listing(query, is_google)
+        elif status == 200 and key in bucket.files:
+            body = bucket.files[key]
+            if is_google and query.get("alt") != ["media"]:
+                body = json.dumps({"name": key, "size": str(len(body)), "generation": "1"}).encode()
+        elif status == 200:
+            status, body = 404, b"<Error><Code>NoSuchKey</Code></Error>"
+        self.send_response(status)
+        for name, value in {"Content-Length": len(body), "ETag": '"1"', "x-goog-generation": 1}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *arguments):
+        pass
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import re
 
 import numpy as np
 import pytest
-from gguf_writer import write_gguf
 from test_upcycle import GROUPED, TOKENS, make_source
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -12,7 +11,7 @@ from dcformer.conversion import upcycle
 from dcformer.conversion.gguf import generation_settings
 
 
-pytest.importorskip("gguf")
+gguf = pytest.importorskip("gguf")
 NEUTRAL = {"rope.scaling.type": "none", "rope.scaling.factor": 1.0, "expert_count": 0}
 SIZES_OF_HEADS = dict.fromkeys(("rope.dimension_count", "attention.key_length", "attention.value_length"), 16)
 # Type of the model, and what is written otherwise.
@@ -50,6 +49,55 @@ REFUSED = [
 def source(folder, model_type="llama", **values):
     values = {**GROUPED, **({"head_dim": 128} if model_type == "qwen3" else {}), **values}
     return make_source(folder / "source", model_type, **values)
+
+
+def write_gguf(path, model, settings=(), tensors=(), without=(), facts=()):
+    """
+    Write a Llama or Qwen model as llama.cpp's converter does.
+
+    Args:
+        settings, facts, tensors: Further settings of the architecture, others by key, and tensors by name.
+        without: Parameters and settings to leave out.
+    """
+    config = model.config
+    writer = gguf.GGUFWriter(path, config.model_type)
+    values = {
+        "context_length": config.max_position_embeddings,
+        "block_count": config.num_hidden_layers,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        **dict(settings),
+    }
+    add = {str: writer.add_string, float: writer.add_float32, bool: writer.add_bool, int: writer.add_int32}
+    values = {f"{config.model_type}.{key}": value for key, value in values.items() if key not in without}
+    for key, value in (values | dict(facts)).items():
+        add[type(value)](key, value)
+    writer.add_string("general.name", "tiny")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*"ab", "ab", "ba", *(f"token {i}" for i in range(config.vocab_size - 4))])
+    writer.add_token_merges(["a b", "b a"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(numbers[config.model_type], config.num_hidden_layers)
+    for name, values in model.state_dict().items():
+        values = values.numpy()
+        if config.model_type == "llama" and (".q_proj." in name or ".k_proj." in name):  # pairs of channels alternate
+            heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
+            halves = values.reshape(heads, 2, -1, *values.shape[1:])
+            values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+        if name not in without:
+            writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), values)
+    for name, values in dict(tensors).items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def test_settings_for_generate_and_the_licence_come_along(tmp_path):

@@ -55,16 +55,6 @@ def test_composition_counts_as_in_equation_11():
     assert whole - grouped == pytest.approx(4 * 2 * 32 * 32 * 3 / 4, abs=1)
 
 
-def test_composition_adds_the_share_of_table_2():
-    """Table 2: composition adds 4.8 % to the FLOPs of the 1.4B shape over all pairs; less over visible ones."""
-    values = {"sliding_window": None, "vocab_size": 1}
-    composed = DCFormerConfig.from_preset("dcformer-1.4b", **values)
-    plain = DCFormerConfig.from_preset("dcformer-1.4b", **values, compose_pre=False, compose_post=False)
-    share = flops_per_token(composed, 2048) / flops_per_token(plain, 2048) - 1
-    # Half of the second term of its formula, 4 (2 R + 1) rho / ((12 + rho) head_dim) = 2.4 %, is for such pairs.
-    assert 0.048 - 0.012 < share < 0.048
-
-
 def test_windows_spare_the_keys_outside_them():
     for window in (1, 3, 99, None):
         assert visible_pairs(10, window) == sum(min(query + 1, window or 10) for query in range(10))
