@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from reference import reference_compose
 from tiny_models import VARIANTS, Wrapper, random_tokens, tiny_model
 from transformers import StaticCache
 
@@ -9,27 +10,6 @@ from dcformer.modeling_dcformer import ATTENTION_MAPS, CACHE_NAME
 
 
 LENGTH = 21  # longer than the window of 6
-
-
-def slow_compose(attention, weights):
-    """Equation 8 as it is written: a matrix (head, head) for every query and key."""
-    if weights is None:
-        return attention
-    (batch, heads, queries, keys), group = attention.shape, attention.shape[1] // weights.groups
-    same_group = torch.block_diag(*[torch.ones(group, group)] * weights.groups).to(attention)
-    matrix = torch.eye(heads).to(attention).expand(batch, queries, keys, heads, heads)
-    if weights.static is not None:
-        matrix = matrix + torch.block_diag(*weights.static)
-    for factors, axis in ((weights.query, 2), (weights.key, 1)):
-        if factors is not None and factors.w1 is not None:
-            w1, w2 = (
-                factors.w1.transpose(1, 2),
-                factors.w2.permute(0, 2, 3, 1),
-            )  # (batch, length, head, rank), transposed
-            matrix = matrix + (w1 @ w2 * same_group).unsqueeze(axis)
-        if factors is not None and factors.gate is not None:
-            matrix = matrix + torch.diag_embed(factors.gate.transpose(1, 2)).unsqueeze(axis)
-    return torch.einsum("bmts,btsmn->bnts", attention, matrix)
 
 
 def slow_maps(model, layer, **inputs):
@@ -46,9 +26,9 @@ def slow_maps(model, layer, **inputs):
     padding = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()[:, None, None]
     visible = (age >= 0) & (age < (attention.sliding_window or 10**6)) & padding
     scores = torch.einsum("bhtd,bhsd->bhts", query, key) / query.shape[-1] ** 0.5
-    composed = slow_compose(scores, pre)
+    composed = reference_compose(scores, pre)
     weights = composed.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0)
-    return dict(zip(ATTENTION_MAPS, (scores, composed, weights, slow_compose(weights, post)))), visible
+    return dict(zip(ATTENTION_MAPS, (scores, composed, weights, reference_compose(weights, post)))), visible
 
 
 def watched(model, layer):

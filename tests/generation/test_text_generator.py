@@ -16,7 +16,7 @@ from dcformer.common.contexts import encode_context
 from dcformer.generation import TextGenerator, read_prompts, write_answers
 from dcformer.generation.generator import text_before
 from dcformer.head_tasks import build_tokenizer
-from dcformer.loading import LoadedModel, load_model
+from dcformer.loading import LoadedModel
 
 
 def finish(pieces):
@@ -228,9 +228,3 @@ def test_errors_and_warnings_reach_the_reader_of_the_stream(loaded):
     with pytest.raises(ValueError, match="temperature"):
         next(generator.stream("Ruth"))
     assert warned == ["somebody"]
-
-
-def test_the_authors_files_generate_with_a_tokenizer_beside_them(golden, tokenizer_folder):
-    folder = golden / "B_torch/B1_dcformer_9769ae6"
-    model = load_model(folder, tokenizer=tokenizer_folder, oov_policy="clamp", dtype="float32")
-    assert len(TextGenerator(model, max_new_tokens=3).generate(["a"])[0].ids) == 3

@@ -13,13 +13,9 @@ VARIANTS = ["dcformer", "dcpythia"]
 FUSED, NORMS = {"qkv_proj"}, {"input_layernorm", "post_attention_layernorm", "norm"}
 # Methods that choose their modules by the type of the model, with what they need for so small a model.
 METHODS = {
-    "LoraConfig": ({}, FUSED),
+    **dict.fromkeys(("LoraConfig", "LoHaConfig", "LoKrConfig", "OFTConfig", "VeraConfig"), ({}, FUSED)),
     "AdaLoraConfig": ({"total_step": 10}, FUSED),
     "IA3Config": ({}, {"qkv_proj", "down_proj"}),
-    "LoHaConfig": ({}, FUSED),
-    "LoKrConfig": ({}, FUSED),
-    "OFTConfig": ({}, FUSED),
-    "VeraConfig": ({}, FUSED),
     "VBLoRAConfig": ({"vector_length": 8, "num_vectors": 16, "topk": 2}, FUSED),
     "FourierFTConfig": ({"n_frequency": 10}, FUSED),
     "MissConfig": ({"r": 8}, FUSED),

@@ -4,7 +4,7 @@ import runpy
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dcformer
 from dcformer.pretrained import pretrained_names
@@ -48,14 +48,6 @@ def test_composition_lowers_the_loss_of_text_that_neither_has_read(models):
     rows = demo["held_out_tokens"](AutoTokenizer.from_pretrained(dcformer.pretrained_path(NAMES[0])))[:100]
     losses = {name: demo["read"](model, rows)[0] for name, model in models.items()}
     assert losses["dcformer-tiny"] < losses["transformer-tiny"] < 4.5
-
-
-def test_texts_come_in_batches_as_alone():
-    generator = pipeline("text-generation", model=dcformer.pretrained_path("dcformer-tiny"), dtype="float32")
-    prompts = ["int area(int width, int height)\n{\n    return", "#include <stdio.h>\n\n"]
-    together = generator(prompts, batch_size=2, return_full_text=False, max_new_tokens=20)
-    alone = [generator(prompt, return_full_text=False, max_new_tokens=20) for prompt in prompts]
-    assert [text for (text,) in together] == [text for (text,) in alone]
 
 
 def test_packing_keeps_the_weights_and_a_card(tmp_path, models):
