@@ -33,11 +33,6 @@ def read_params(folder: Path) -> dict[str, torch.Tensor]:
     return {name: array.read() for name, array in arrays.items()}
 
 
-def read_back(folder: Path) -> Plan:
-    """The plan of a run that was written, by the training YAML beside its step."""
-    return plan_maxtext(folder)
-
-
 def assert_identical(actual: Plan | dict[str, torch.Tensor], expected: dict[str, torch.Tensor]):
     if isinstance(actual, Plan):
         actual = actual.read(actual.model_parameters())
@@ -62,7 +57,7 @@ def test_golden_run_comes_back_bit_for_bit_with_its_config(converted, tmp_path):
     original = read_params(golden)
     assert_identical(read_params(tmp_path / "back" / "14000" / "state"), original)
     assert {array["name"] for array in report.arrays} == set(original)
-    first, again = plan_maxtext(golden, train_config=folder.parent / "run.yml"), read_back(tmp_path / "back")
+    first, again = plan_maxtext(golden, train_config=folder.parent / "run.yml"), plan_maxtext(tmp_path / "back")
     assert again.config.to_dict() == first.config.to_dict()
     assert not any(origin.is_default for origin in again.origins)
     assert_identical(again, first.read(first.model_parameters()))
@@ -80,7 +75,7 @@ def test_layouts_read_back_identically_from_any_folder(tmp_path, scan_layers, fu
     windows = {"layer_types": ["full_attention", "sliding_attention", "full_attention"] * 3, "sliding_window": 7}
     folder, model = save(tmp_path / "ours", "all_branches", num_hidden_layers=9, **windows)
     convert_to_maxtext(folder, tmp_path / "run", step=7, scan_layers=scan_layers, **fused)
-    plan, *others = (read_back(tmp_path / "run" / below) for below in ("", "7", "7/state"))
+    plan, *others = (plan_maxtext(tmp_path / "run" / below) for below in ("", "7", "7/state"))
     assert all(other.config.to_dict() == plan.config.to_dict() for other in others)
     assert plan.source["step"] == 7
     assert_identical(plan, model.state_dict())
@@ -150,7 +145,7 @@ def test_architectures_read_back_identically(tmp_path, variant, overrides):
         for name in expected:
             if name.endswith("static_weight"):
                 expected[name][1] = 0
-    assert_identical(read_back(tmp_path / "run"), expected)
+    assert_identical(plan_maxtext(tmp_path / "run"), expected)
 
 
 def test_parts_of_the_disk_layout(tmp_path):

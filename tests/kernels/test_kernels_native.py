@@ -53,29 +53,21 @@ def threads():
 
 
 @pytest.mark.parametrize("shape", [{"batch": 3}, {"batch": 2, "queries": 3}], ids=str)
-def test_threads_compute_the_same(threads, shape):
-    inputs = make_inputs(**{"queries": 230, "keys": 230, **shape}).to(torch.float32)
-    results = []
-    for number in (1, 2, 5):
-        threads(number)
-        results.append(value_and_gradients(native_form, inputs, sliding_window=100))
-    for output, gradients in results[1:]:
-        assert_close(output, results[0][0], rtol=1e-5, atol=1e-6)
-        for name, gradient in gradients.items():
-            assert_close(gradient, results[0][1][name], rtol=1e-4, atol=1e-5)
-
-
-@torch.no_grad()
-def test_threads_project_the_same(threads, calls):
+def test_threads_compute_and_project_the_same(threads, calls, shape):
     """Of 400 channels and 39 heads, which two and three threads share unevenly."""
+    inputs = make_inputs(**{"queries": 230, "keys": 230, **shape}).to(torch.float32)
     model = tiny_model(num_hidden_layers=1, hidden_size=400, num_attention_heads=13, head_dim=8)
-    ids = random_tokens(2, 3)
     results = []
     for number in (1, 2, 5):
         threads(number)
-        results.append(model(ids).logits)
+        with torch.no_grad():
+            logits = model(random_tokens(2, 3)).logits
+        results.append((logits, *value_and_gradients(native_form, inputs, sliding_window=100)))
     assert calls.count("dcformer_project") == 3
-    assert_close(results[1:], [results[0]] * 2, rtol=1e-5, atol=1e-5)
+    for logits, output, gradients in results[1:]:
+        assert_close(logits, results[0][0], rtol=1e-5, atol=1e-5)
+        assert_close(output, results[0][1], rtol=1e-5, atol=1e-6)
+        assert_close(gradients, results[0][2], rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture
@@ -210,50 +202,37 @@ def test_the_projection_of_a_few_tokens_is_that_of_the_modules(monkeypatch, call
         assert error_of(logits, exact) <= 1.5 * error_of(of_modules, exact)
 
 
-def hook(model):
-    model.model.layers[0].self_attn.compose.register_forward_hook(lambda module, inputs, output: output)
+def give_it_another_gelu(attention):
+    attention.compose.act_fn = torch.nn.GELU(approximate="tanh")
+    attention.compose.hidden_weight.data *= 20  # where the two differ
 
 
-def hook_the_activation(model):
-    activation = model.model.layers[0].self_attn.compose.act_fn
-    activation.register_forward_hook(lambda module, inputs, output: 2 * output)
-
-
-def give_it_another_gelu(model):
-    compose = model.model.layers[0].self_attn.compose
-    compose.act_fn = torch.nn.GELU(approximate="tanh")
-    compose.hidden_weight.data *= 20  # where the two differ
-
-
-def parametrise(model):
+def parametrise(attention):
     class Half(torch.nn.Module):
         def forward(self, weight):
             return weight / 2
 
-    compose = model.model.layers[0].self_attn.compose
     for name in ("hidden_weight", "low_rank_weight", "gate_weight"):
-        torch.nn.utils.parametrize.register_parametrization(compose, name, Half())
+        torch.nn.utils.parametrize.register_parametrization(attention.compose, name, Half())
 
 
-def replace_a_norm(model):
-    model.model.layers[0].self_attn.k_norm = torch.nn.Identity()
+CHANGES = {
+    "hook": lambda attention: attention.compose.register_forward_hook(lambda module, inputs, output: output),
+    "hook of the activation": lambda attention: attention.compose.act_fn.register_forward_hook(
+        lambda *call: 2 * call[2]
+    ),
+    "forward of the activation": lambda attention: setattr(attention.compose.act_fn, "forward", torch.sin),
+    "another GELU": give_it_another_gelu,
+    "parametrised": parametrise,
+    "no norm of the type": lambda attention: setattr(attention, "k_norm", torch.nn.Identity()),
+    "plain": lambda attention: setattr(attention.config, "_attn_implementation", "dcmha_plain"),
+}
 
 
-def replace_the_forward_of_the_activation(model):
-    model.model.layers[0].self_attn.compose.act_fn.forward = torch.sin
-
-
-def choose_plain(model):
-    model.set_attn_implementation("dcmha_plain")
-
-
-CHANGES = [hook, hook_the_activation, give_it_another_gelu, parametrise, replace_a_norm, choose_plain]
-
-
-@pytest.mark.parametrize("change", [*CHANGES, replace_the_forward_of_the_activation])
+@pytest.mark.parametrize("change", CHANGES)
 def test_modules_that_were_changed_compute_for_themselves(calls, change):
     model, ids = tiny_model(num_hidden_layers=1), random_tokens(1, 2)
-    change(model)
+    CHANGES[change](model.model.layers[0].self_attn)
     with torch.no_grad():
         logits = model(ids).logits
     assert "dcformer_project" not in calls

@@ -144,14 +144,8 @@ def test_inputs_models_and_files_that_do_not_fit_are_refused(tmp_path):
     (name,) = without(tmp_path, "layers.1.attention.compose.gate_weight")
     with pytest.raises(ValueError, match=f"lacks {name}"):
         DCViTForImageClassification.from_pretrained(tmp_path)
-    model = tiny_dcvit(DCViTModel)
-    for inputs, message in (
-        ({"pixel_values": torch.zeros(1, 1, 16, 16)}, "channel dimension"),
-        ({"pixel_values": torch.zeros(1, 3, 20, 20)}, "Input image size"),
-        ({"pixel_values": images(), "attention_mask": torch.ones(3, 16)}, "16 keys, but there are 17"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            model(**inputs)
+    with pytest.raises(ValueError, match="16 keys, but there are 17"):
+        tiny_dcvit(DCViTModel)(images(), attention_mask=torch.ones(3, 16))
     for name, value in (("num_attention_heads", 0), ("compose_groups", 3), ("compose_init", "'zero'")):
         with pytest.raises(StrictDataclassError, match=f"{name} must .*got {value}"):
             DCViTConfig(**TINY | {name: value.strip("'") if isinstance(value, str) else value})

@@ -85,20 +85,6 @@ def test_a_head_needs_no_registered_configuration():
     assert type(config) not in transformers.AutoModel._model_mapping
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_padded_row_is_classified_as_it_is_alone(side):
-    model = make("sequence", "dcformer")
-    tokens, length = random_tokens(2, 9).clamp(min=1), 5
-    mask = torch.ones_like(tokens)
-    hidden = slice(0, -length) if side == "left" else slice(length, None)
-    kept = slice(-length, None) if side == "left" else slice(0, length)
-    tokens[1, hidden] = mask[1, hidden] = 0
-    together = model(tokens, attention_mask=mask).logits
-    alone = torch.cat([model(tokens[:1]).logits, model(tokens[1:, kept]).logits])
-    torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
-
-
 def smoothed_loss(model, tokens, labels, folder):
     """What Trainer optimises with `label_smoothing_factor=0.1`."""
     arguments = TrainingArguments(folder, label_smoothing_factor=0.1, report_to=[], use_cpu=True)
