@@ -138,31 +138,13 @@ def test_bad_options_and_sources_without_a_checkpoint(work, source, options, wor
     assert_refused(work, word, convert_maxtext, work / source, **options)
 
 
-# Every line is a training YAML of another run; the refusal holds the key, or the words below.
-OTHER_RUNS = """\
-window_size: 256
-window_size: [0, null]
-window_size: [5]
-window_size: [5, 6]
-window_size: [5, null, 5]
-normalization_layer_epsilon: small
-param_scan_axis: 0
-base_emb_dim: 32
-base_num_decoder_layers: 3
-vocab_size: 33
-qk_norm: false
-num_layers_per_block: 4
-scan_layers: false
-decoder_block: llama2
-mlp_activations: [gelu, linear]
-logits_via_embedding: true
-base_num_kv_heads: 2
-num_decoder_layers: 3
-fused_qkv: true
-fused_mlp: true
-num_experts: 8
-use_untrainable_positional_embedding: true
-"""
+# Training YAMLs of other runs, between bars; the refusal holds the key, or the words below.
+OTHER_RUNS = "window_size: 256 | window_size: [0, null] | window_size: [5] | window_size: [5, 6] | base_emb_dim: 32"
+OTHER_RUNS += " | window_size: [5, null, 5] | normalization_layer_epsilon: small | param_scan_axis: 0 | vocab_size: 33"
+OTHER_RUNS += " | base_num_decoder_layers: 3 | qk_norm: false | num_layers_per_block: 4 | scan_layers: false"
+OTHER_RUNS += " | decoder_block: llama2 | mlp_activations: [gelu, linear] | logits_via_embedding: true | num_experts: 8"
+OTHER_RUNS += " | base_num_kv_heads: 2 | num_decoder_layers: 3 | fused_qkv: true | fused_mlp: true"
+OTHER_RUNS += " | use_untrainable_positional_embedding: true"
 OTHER_WORDS = {
     "window_size": "window",
     "window_size: [5, null, 5]": "must list one window length",
@@ -184,7 +166,7 @@ MALFORMED = [
 
 
 def yaml_cases():
-    for text in OTHER_RUNS.splitlines():
+    for text in OTHER_RUNS.split(" | "):
         key = text.partition(":")[0]
         yield text, OTHER_WORDS.get(text, OTHER_WORDS.get(key, key))
     for key, right in MISSPELT.items():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from operator_inputs import Inputs, sixteen_bit_attention
 from reference import hidden_pairs, reference_attention
-from tiny_models import TINY, VARIANTS, random_tokens, tiny_config, tiny_model, wrap
+from tiny_models import TINY, VARIANTS, Wrapper, random_tokens, tiny_config, tiny_model, wrap
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
@@ -202,23 +202,13 @@ def test_not_causal_when_the_configuration_says_so():
     assert not torch.equal(model(tokens).logits[:, 0], model(other).logits[:, 0])
 
 
-class Table(nn.Module):
-    """An embedding that is none of torch's."""
-
-    def __init__(self, rows: torch.Tensor):
-        super().__init__()
-        self.rows = nn.Parameter(rows)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.rows[ids]
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("policy", ["error", "clamp"])
 def test_any_module_can_be_the_embedding(policy):
     model, tokens = tiny_model(oov_policy=policy), random_tokens(2, 13)
     embedding, expected = model.get_input_embeddings(), model(tokens).logits
-    for other in (embedding, nn.Sequential(embedding, nn.Dropout(0.1).eval()), Table(embedding.weight.clone())):
+    none_of_torch = Wrapper(embedding.weight.__getitem__)
+    for other in (embedding, nn.Sequential(embedding, nn.Dropout(0.1).eval()), none_of_torch):
         model.set_input_embeddings(other)
         assert torch.equal(model(tokens).logits, expected)
         assert torch.equal(model(tokens, use_cache=False).logits, expected)
