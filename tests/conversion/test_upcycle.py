@@ -76,24 +76,21 @@ def test_logits_and_greedy_text_are_those_of_the_source(name, tmp_path):
     assert torch.equal(model.generate(TOKENS, **greedy), source.generate(TOKENS, **greedy))
 
 
-def add_output_layer(folder, torch_file, difference):
-    """Add an output layer that is the embedding but for a difference, under a configuration that ties the two."""
-    tensors = load_file(folder / "model.safetensors")
-    is_neox = "gpt_neox.embed_in.weight" in tensors
-    prefix, head = ("gpt_neox.embed_in", "embed_out") if is_neox else ("model.embed_tokens", "lm_head")
-    tensors[f"{head}.weight"] = tensors[f"{prefix}.weight"] + difference
-    if torch_file:
-        (folder / "model.safetensors").unlink()
-        torch.save(tensors, folder / "pytorch_model.bin")
-    else:
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize("model_type, torch_file", [("llama", False), ("gpt_neox", True)])
+@pytest.mark.parametrize(
+    "model_type, embedding, head",
+    [("llama", "model.embed_tokens", "lm_head"), ("gpt_neox", "gpt_neox.embed_in", "embed_out")],
+)
 @pytest.mark.parametrize("difference", [0.0, 0.5])
-def test_an_output_layer_that_differs_from_the_embedding_is_not_tied(tmp_path, model_type, difference, torch_file):
+def test_an_output_layer_that_differs_from_the_embedding_is_not_tied(tmp_path, model_type, embedding, head, difference):
+    """The file holds both, under a configuration that ties them."""
     make_source(tmp_path / "source", model_type, **SHAPE, tie_word_embeddings=True)
-    add_output_layer(tmp_path / "source", torch_file, difference)
+    tensors = load_file(file := tmp_path / "source" / "model.safetensors")
+    tensors[f"{head}.weight"] = tensors[f"{embedding}.weight"] + difference
+    if model_type == "gpt_neox":
+        file.unlink()
+        torch.save(tensors, file.with_name("pytorch_model.bin"))
+    else:
+        save_file(tensors, file, metadata={"format": "pt"})
     upcycle(tmp_path / "source", tmp_path / "model")
     source, model = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("source", "model"))
     assert (model(TOKENS).logits - source(TOKENS).logits).abs().max() < 1e-4

@@ -114,9 +114,7 @@ def test_nine_files_travel_with_a_checkpoint(root):
 def test_a_folder_with_its_code_runs_without_the_package(root, heads):
     venv.create(root / "venv", with_pip=False)
     python = root / "venv" / "bin" / "python"
-    inside = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True
-    ).stdout.strip()
+    inside = sysconfig.get_path("purelib", "venv", {"base": str(root / "venv")})
     # The .pth files over there, among them that of an editable package, count for nothing here.
     folders = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), str(Path(torch.__file__).parents[1])}
     (Path(inside) / "dependencies.pth").write_text("\n".join(sorted(folders)))

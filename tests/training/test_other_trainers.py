@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from tiny_models import ANSWERS, random_tokens, tiny_model
-from transformers import AutoTokenizer, DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers import AutoTokenizer, DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from dcformer.head_tasks import generate_documents
@@ -16,8 +16,7 @@ TINY = ANSWERS
 TEXTS = [document["text"] for document in generate_documents(4, seed=0, lines=(2, 4))]
 LINES = [text.rstrip("\n").rpartition("\n") for text in TEXTS]
 PROMPTS, COMPLETIONS = [f"{lines[0]}\n" for lines in LINES], [lines[2] for lines in LINES]
-PADDING = 66  # no row holds it
-ROWS = [random_tokens(1, length, vocab_size=PADDING, seed=length)[0].tolist() for length in (13, 5, 9, 17)]
+ROWS = [random_tokens(1, length, seed=length)[0].tolist() for length in (13, 5, 9, 17)]
 
 
 @pytest.fixture
@@ -41,14 +40,7 @@ def fit(tmp_path):
     return train
 
 
-def pad(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    width = max(len(row["input_ids"]) for row in rows)
-    missing = [width - len(row["input_ids"]) for row in rows]
-    return {
-        "input_ids": torch.tensor([row["input_ids"] + [PADDING] * n for row, n in zip(rows, missing)]),
-        "labels": torch.tensor([row["labels"] + [-100] * n for row, n in zip(rows, missing)]),
-        "attention_mask": torch.tensor([[1] * len(row["input_ids"]) + [0] * n for row, n in zip(rows, missing)]),
-    }
+pad = DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(TINY, padding_side="right"))
 
 
 @pytest.mark.parametrize(
