@@ -14,11 +14,9 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 def write_checkpoint(folder, leaves, *, layout="zarr", chunks=None, metadata=True, fill=None):
     """
-    Write arrays as one item of an orbax step.
+    Write arrays, by dotted names, as the folder of one item of an orbax step.
 
     Args:
-        folder: The item's folder.
-        leaves: Dotted name -> array.
         layout: `"zarr"` (a folder per array), `"ocdbt"` (one database of zarr 2 arrays) or `"zarr3"`.
         chunks: Function from name and shape to the shape of a chunk. None: one chunk an array.
         metadata: Whether to write `_METADATA`.

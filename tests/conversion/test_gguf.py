@@ -26,14 +26,10 @@ TYPE = "rope.scaling.type"
 # What Transformers does not read of the settings, as the refusal states it.
 UNREAD = {
     "rope.scaling.type='linear', llama.rope.scaling.factor=4.0": {TYPE: "linear", "rope.scaling.factor": 4.0},
-    "rope.scaling.type='yarn'": {TYPE: "yarn"},
     "rope.scaling.attn_factor=1.5": {"rope.scaling.attn_factor": 1.5},
     "rope.scale_linear=2.0": {"rope.scale_linear": 2.0},
     "rope.dimension_count=8": {"rope.dimension_count": 8},
     "attention.key_length=32": {"attention.key_length": 32},
-    "attention.sliding_window=4": {"attention.sliding_window": 4},
-    "attention.scale=0.5": {"attention.scale": 0.5},
-    "logit_scale=2.0": {"logit_scale": 2.0},
     "final_logit_softcapping=30.0": {"final_logit_softcapping": 30.0},
     "expert_count=8": {"expert_count": 8},
 }

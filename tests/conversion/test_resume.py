@@ -78,7 +78,6 @@ def replace_rounding(path: Path):
 NOTES = {
     "changed": replace_rounding,
     "cut": lambda path: path.write_bytes(path.read_bytes()[:200]),
-    "empty": lambda path: path.write_bytes(b""),
     "garbage": lambda path: path.write_bytes(b"\xff\x00"),
     "missing": Path.unlink,
 }

@@ -261,17 +261,12 @@ def patch_of(owner, name):
     return lambda: mock.patch.object(owner, name, lambda *call, **options: 2 * function(*call, **options))
 
 
-PATCHED = [
-    (functional, "linear"),
-    (functional, "rms_norm"),
-    (torch, "tanh"),
-    (torch, "bmm"),
-    (torch.nn.Linear, "forward"),
-]
+PATCHED = {functional: ("linear", "rms_norm"), torch: ("tanh", "bmm"), torch.nn.Linear: ("forward",)}
+PATCHES = [patch_of(owner, name) for owner, names in PATCHED.items() for name in names]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("way", [FunctionMode, DispatchMode, *(patch_of(*each) for each in PATCHED)])
+@pytest.mark.parametrize("way", [FunctionMode, DispatchMode, *PATCHES])
 def test_what_replaces_functions_of_torch_reaches_steps_as_it_reaches_prompts(calls, way):
     model, ids = tiny_model(), random_tokens(2, 9)
     unchanged, cache = model(ids).logits[:, -1:], DynamicCache(config=model.config)

@@ -79,9 +79,8 @@ def test_every_variant_decodes_as_it_prefills(variant):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_rows_equal_their_unpadded_runs(side):
-    model, (tokens, mask, spans) = exact_model(), padded([19, 5, 12, 7], 22, side)
+def test_rows_padded_on_the_right_equal_their_unpadded_runs():
+    model, (tokens, mask, spans) = exact_model(), padded([19, 5, 12, 7], 22, side="right")
     logits = model(tokens, attention_mask=mask).logits
     assert_rows_equal_their_unpadded_runs(logits, model, tokens, spans, **TOLERANCE)
 

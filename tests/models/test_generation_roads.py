@@ -36,7 +36,6 @@ def with_cache(make):
 
 # Modes that return the tokens of greedy decoding. Those of the second table take one row at a time.
 MODES = {
-    "dynamic_cache": option(cache_implementation="dynamic"),
     "static_cache": option(cache_implementation="static"),
     "given_dynamic_cache": with_cache(lambda config: DynamicCache(config=config)),
     "given_dynamic_cache_without_windows": with_cache(lambda config: DynamicCache()),

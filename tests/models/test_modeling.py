@@ -54,13 +54,11 @@ def test_hooks_see_the_gradient_of_an_attention_map(register):
     assert shapes == [(1, 4, 9, 9)]
 
 
-def reference_form(*arguments, scaling, mask, **options):
-    return reference_attention(*arguments, scaling=scaling, mask=mask)[0]
-
-
 @pytest.mark.parametrize("variant", ["dcpythia", "all_branches", "grouped_query_attention", "grouped", "gates_only"])
 def test_gradients_equal_those_of_the_reference(variant):
-    register_implementation("reference", reference_form)
+    register_implementation(
+        "reference", lambda *states, scaling, mask, **_: reference_attention(*states, scaling=scaling, mask=mask)[0]
+    )
     tokens = random_tokens(2, 23)
 
     def gradients(implementation):

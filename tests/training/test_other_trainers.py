@@ -72,11 +72,7 @@ def test_no_way_of_saving_memory_changes_a_step(collate, options, fit):
     assert losses == pytest.approx(other_losses, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"padding_free": True, "max_length": None}, {"packing": True, "max_length": 2048}],
-    ids=["padding_free", "packed"],
-)
+@pytest.mark.parametrize("options", [{"padding_free": True, "max_length": None}, {"packing": True, "max_length": 2048}])
 def test_documents_of_one_row_have_the_loss_of_padded_rows(options, fit):
     """A trainer that is given a path loads the model itself."""
     batch = {"per_device_train_batch_size": len(TEXTS)}
