@@ -215,7 +215,6 @@ def test_wrong_paths_and_layers_are_refused_in_a_sentence(llama, tmp_path):
 
 REFUSED = {
     "model_type='gemma2', attn_logit_softcapping=50.0, final_logit_softcapping=30.0": {},
-    "model_type='cohere', logit_scale=0.0625": {},
     "model_type='granite', embedding_multiplier=12.0": {"embedding_multiplier": 12.0},
     "model_type='olmo2'": {},
     "model_type='mixtral', num_experts=8": {},

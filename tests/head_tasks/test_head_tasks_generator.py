@@ -22,9 +22,6 @@ from dcformer.head_tasks.facts import SPLITS, authors_facts, facts_digest, parse
 from dcformer.head_tasks.vocabulary import VOCABULARY
 
 
-MOST_DRAWS = 30_000
-
-
 @pytest.fixture(scope="module")
 def authors(fixtures) -> dict[str, list[str]]:
     """Task -> its lines, without the brackets."""
@@ -94,7 +91,7 @@ def test_every_line_of_the_authors_is_of_a_template_of_the_same_kind(authors):
     assert set(authors) == {f"task{number}" for number in range(74)} and sum(map(len, authors.values())) == 888 * 8
     for name in authors:
         missing = {template(line): line for line in authors[name]}
-        for _, line in zip(range(MOST_DRAWS), generated_lines(name)):
+        for _, line in zip(range(30_000), generated_lines(name)):
             missing.pop(template(line), None)
             if not missing:
                 break

@@ -132,11 +132,9 @@ def test_a_four_dimensional_mask_says_everything():
     torch.testing.assert_close(model(tokens, attention_mask=additive).logits, boolean, **TOLERANCE)
     wide = exact_model(sliding_window=None)
     torch.testing.assert_close(wide(tokens, attention_mask=visible[None, None]).logits, boolean, **TOLERANCE)
-    static = {
-        "cache": CACHES["static"](wide.config),
-        "attention_mask": torch.nn.functional.pad(visible, (0, 22))[None, None],
-    }
-    torch.testing.assert_close(wide(tokens, **static).logits, boolean, **TOLERANCE)
+    of_all_slots = torch.nn.functional.pad(visible, (0, 22))[None, None]
+    static = wide(tokens, cache=CACHES["static"](wide.config), attention_mask=of_all_slots)
+    torch.testing.assert_close(static.logits, boolean, **TOLERANCE)
     assert not torch.allclose(model(tokens).logits[:, 0], boolean[:, 0], atol=1e-2)
 
 

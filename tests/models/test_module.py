@@ -43,11 +43,8 @@ def composing(**options):
 
 def sequences(keys=KEYS, key_width=WIDTH, value_width=WIDTH):
     """Query, key and value with the batch first."""
-    return (
-        normal(BATCH, QUERIES, WIDTH),
-        normal(BATCH, keys, key_width, seed=1),
-        normal(BATCH, keys, value_width, seed=2),
-    )
+    shapes = (QUERIES, WIDTH), (keys, key_width), (keys, value_width)
+    return [normal(BATCH, *shape, seed=seed) for seed, shape in enumerate(shapes)]
 
 
 # Every query sees key 0, since torch's module gives nan to one that sees none.

@@ -12,7 +12,6 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 from dcformer.head_tasks import generate_documents
 
 
-TINY = ANSWERS
 TEXTS = [document["text"] for document in generate_documents(4, seed=0, lines=(2, 4))]
 LINES = [text.rstrip("\n").rpartition("\n") for text in TEXTS]
 PROMPTS, COMPLETIONS = [f"{lines[0]}\n" for lines in LINES], [lines[2] for lines in LINES]
@@ -31,7 +30,7 @@ def fit(tmp_path):
             model=model,
             args=config_class(**{**values, **options}),
             train_dataset=Dataset.from_dict(dataset),
-            processing_class=AutoTokenizer.from_pretrained(TINY),
+            processing_class=AutoTokenizer.from_pretrained(ANSWERS),
             **(arguments or {}),
         )
         trainer.train()
@@ -40,7 +39,7 @@ def fit(tmp_path):
     return train
 
 
-pad = DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(TINY, padding_side="right"))
+pad = DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(ANSWERS, padding_side="right"))
 
 
 @pytest.mark.parametrize(
@@ -76,8 +75,8 @@ def test_no_way_of_saving_memory_changes_a_step(collate, options, fit):
 def test_documents_of_one_row_have_the_loss_of_padded_rows(options, fit):
     """A trainer that is given a path loads the model itself."""
     batch = {"per_device_train_batch_size": len(TEXTS)}
-    padded = fit(SFTTrainer, SFTConfig, TINY, {"text": TEXTS}, **batch)
-    joined = fit(SFTTrainer, SFTConfig, TINY, {"text": TEXTS}, **batch, **options)
+    padded = fit(SFTTrainer, SFTConfig, ANSWERS, {"text": TEXTS}, **batch)
+    joined = fit(SFTTrainer, SFTConfig, ANSWERS, {"text": TEXTS}, **batch, **options)
     assert padded[1] < padded[0]
     assert joined == pytest.approx(padded, abs=1e-4)  # losses of about 10 in float32
 
@@ -85,7 +84,7 @@ def test_documents_of_one_row_have_the_loss_of_padded_rows(options, fit):
 def test_preferences_train_a_model_of_a_path(fit):
     """Without a reference model TRL loads one from the path by the name of the class in config.json."""
     preferences = {"prompt": PROMPTS, "chosen": COMPLETIONS, "rejected": COMPLETIONS[::-1]}
-    first, second = fit(DPOTrainer, DPOConfig, TINY, preferences, gradient_checkpointing=True)
+    first, second = fit(DPOTrainer, DPOConfig, ANSWERS, preferences, gradient_checkpointing=True)
     assert first == pytest.approx(math.log(2), abs=1e-5)  # the model is still its own reference
     assert second != first
 
@@ -93,4 +92,4 @@ def test_preferences_train_a_model_of_a_path(fit):
 def test_group_relative_training_runs(fit):
     rewards = {"reward_funcs": lambda completions, **rest: [float(len(text)) for text in completions]}
     options = {"num_generations": 2, "max_completion_length": 5, "max_steps": 1}
-    assert math.isfinite(*fit(GRPOTrainer, GRPOConfig, TINY, {"prompt": PROMPTS}, arguments=rewards, **options))
+    assert math.isfinite(*fit(GRPOTrainer, GRPOConfig, ANSWERS, {"prompt": PROMPTS}, arguments=rewards, **options))
