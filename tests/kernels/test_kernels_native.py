@@ -218,9 +218,7 @@ def parametrise(attention):
 
 CHANGES = {
     "hook": lambda attention: attention.compose.register_forward_hook(lambda module, inputs, output: output),
-    "hook of the activation": lambda attention: attention.compose.act_fn.register_forward_hook(
-        lambda *call: 2 * call[2]
-    ),
+    "hook of a part": lambda attention: attention.compose.act_fn.register_forward_hook(lambda *call: 2 * call[2]),
     "forward of the activation": lambda attention: setattr(attention.compose.act_fn, "forward", torch.sin),
     "another GELU": give_it_another_gelu,
     "parametrised": parametrise,
