@@ -400,6 +400,12 @@ def test_what_the_kernel_does_not_know_is_left_to_torch(change, launched, monkey
     assert launched == []
 
 
+def test_a_model_that_is_exported_has_no_kernels(launched):
+    model = tiny_model(num_hidden_layers=1).to(DEVICE).eval()
+    exported = torch.export.export(model, (), {"input_ids": random_tokens(2, 9).to(DEVICE), "use_cache": False})
+    assert "dcformer." not in str(exported.graph) and launched == []
+
+
 def test_transforms_of_functions_and_hooks_of_all_modules_are_left_to_torch(launched):
     compose = make_compose(torch.float32, num_heads=4).float()
     states, seen = torch.randn(*TOKENS, HIDDEN, device=DEVICE), []

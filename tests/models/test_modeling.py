@@ -45,8 +45,18 @@ def test_attentions_are_the_composed_weights(variant):
     assert not torch.allclose(weights.sum(-1), torch.ones(()).double(), atol=1e-3)  # composed, not renormalised
 
 
-@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
-def test_hooks_see_the_gradient_of_an_attention_map(register):
+@torch.no_grad()
+def test_autocast_projects_a_step_in_16_bits():
+    with torch.autocast("cpu", torch.bfloat16):
+        query, *_ = tiny_model().model.layers[0].self_attn.project(torch.ones(1, 1, 32), None)
+    assert query.dtype == torch.bfloat16
+
+
+HOOKS = ["register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook"]
+
+
+@pytest.mark.parametrize("register", HOOKS)
+def test_hooks_see_an_attention_map_or_its_gradient(register):
     model, tokens, shapes = tiny_model(), random_tokens(1, 9), []
     weights = model.model.layers[0].self_attn.composed_weights
     getattr(weights, register)(lambda module, *gradients: shapes.append(gradients[-1][0].shape))
