@@ -31,7 +31,7 @@ REFUSED = {
     "kv_cache_dtype": ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
     "speculative": ({"speculative_config": SPECULATIVE}, "speculative_config"),
     "attention_backend": ({"attention_backend": "CPU_ATTN"}, "attention_backend"),
-    "model_impl": ({"model_impl": "transformers"}, "attn_implementation='vllm'"),
+    "model_impl": ({"model_impl": "transformers"}, "is not a registered model in the Transformers library"),
     "lora": ({"enable_lora": True}, "does not support LoRA|LoRA is not supported"),
     "pipeline": ({"pipeline_parallel_size": 2}, "Pipeline parallelism is not supported"),
     "is_causal": ({"hf_overrides": {"is_causal": False}}, "is_causal=False"),
