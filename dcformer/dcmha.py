@@ -135,7 +135,7 @@ def register_implementation(
         name (`str`): As `implementation=` takes it.
         forward (`Callable`): `forward(query, key, value, pre, post, *, scaling, mask, dropout, chunk_size)` returns the
             output. Shapes are checked already; `mask` is a [`Visibility`]; autocast is off.
-        supports (`Callable`): `supports(query, key, value, pre, post, *, mask, dropout)` is [`Backend.why_not`].
+        supports (`Callable`): `supports(query, key, value, pre, post, *, mask, dropout)` returns what `why_not` does.
         automatic (`Callable`, *optional*): As `supports`, for calls that name no backend; None: those never use it.
     """
     register_backend(_Functions(name, forward, supports, automatic))
