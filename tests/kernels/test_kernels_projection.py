@@ -406,6 +406,15 @@ def test_a_model_that_is_exported_has_no_kernels(launched):
     assert "dcformer." not in str(exported.graph) and launched == []
 
 
+def test_backward_hooks_of_an_activation_see_its_gradients(launched):
+    compose, seen = DCFormerCompose(32, 4, device=DEVICE), []
+    compose.reset_parameters()
+    compose.act_fn.register_full_backward_hook(lambda *call: seen.append(call))
+    pre, _ = compose(torch.randn(1, 3, 32, device=DEVICE, requires_grad=True))
+    pre.query.factors.sum().backward()
+    assert len(seen) == 1 and launched == []
+
+
 def test_transforms_of_functions_and_hooks_of_all_modules_are_left_to_torch(launched):
     compose = make_compose(torch.float32, num_heads=4).float()
     states, seen = torch.randn(*TOKENS, HIDDEN, device=DEVICE), []
