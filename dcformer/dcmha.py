@@ -196,8 +196,7 @@ def compute_fused(part: str, device: torch.device, *arguments: Any) -> Any:
     None if the layer is to compute it itself.
     """
     for backend in [] if is_exporting() else reversed(BACKENDS.values()):
-        result = getattr(backend, part)(*arguments) if backend.device_type == device.type else None
-        if result is not None:
+        if backend.device_type == device.type and (result := getattr(backend, part)(*arguments)) is not None:
             return result
     return None
 
@@ -278,10 +277,13 @@ def composed_attention_forward(
     attention_mask: Tensor | Visibility | None,
     scaling: float,
     dropout: float = 0.0,
-    *,
+    pre: Weights = None,
+    post: Weights = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     output_attentions: bool = False,
+    implementation: str | None = None,
+    observe: Observer | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """
@@ -292,13 +294,11 @@ def composed_attention_forward(
     """
     # A mask of four dimensions contains causality and window.
     is_dense = isinstance(attention_mask, Tensor) and attention_mask.dim() == 4
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask: dict[str, Any] = {"attention_mask": attention_mask, "is_causal": is_causal and not is_dense}
     mask["sliding_window"] = None if is_dense else sliding_window
-    options: dict[str, Any] = {name: kwargs[name] for name in ("implementation", "observe") if name in kwargs}
-    options.update(scaling=scaling, dropout=dropout, return_weights=output_attentions)
-    result = composed_attention(query, key, value, kwargs.get("pre"), kwargs.get("post"), **mask, **options)
+    options: Any = {"scaling": scaling, "dropout": dropout, "implementation": implementation, "observe": observe}
+    result = composed_attention(query, key, value, pre, post, **mask, **options, return_weights=output_attentions)
     output, weights = result if output_attentions else (result, None)
     return output.transpose(1, 2).contiguous(), weights
 

@@ -10,6 +10,7 @@ from operator_inputs import (
     DYNAMIC,
     KEY_WISE,
     Case,
+    LargestMemory,
     attend,
     float_mask,
     hold_to_the_reference,
@@ -19,9 +20,6 @@ from operator_inputs import (
     supports,
     value_and_gradients,
 )
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from benchmarks import gpu_kernels
 from benchmarks.measure import Run
@@ -245,22 +243,6 @@ def test_the_workspace_is_bounded():
     assert max(chunk.number * chunk.rows * chunk.columns * bytes_per_column for chunk in chunks) <= 2**24
     covered = {(row, chunk.start) for chunk in chunks for row in range(chunk.batch, chunk.batch + chunk.number)}
     assert {row for row, _ in covered} == {0, 1, 2} and min(start for _, start in covered) == 0
-
-
-class LargestMemory(TorchDispatchMode):
-    """The most bytes that tensors made by torch's operators take at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.alive, self.most = {}, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for storage in {tensor.untyped_storage() for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)}:
-            self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.alive = {key: pair for key, pair in self.alive.items() if not pair[0].expired()}
-        self.most = max(self.most, sum(size for _, size in self.alive.values()))
-        return result
 
 
 @pytest.mark.parametrize(("batch", "queries"), [(1, 2048), (3, 512)])

@@ -108,6 +108,7 @@ class CPUBackend(Backend):
         factors = hidden_states.new_empty(len(slots), batch, length, compose.groups * compose.heads, channels)
         factors = factors.transpose(2, 3)  # (slots, batch, heads, length, channels)
         projected = hidden_states.new_empty(batch, length, linear.out_features)
+        # The states, checked last, have strides that matter, unlike the weights.
         views[-len(_NO_VIEW) :] = _views(hidden_states, factors[0], cosine, sine, projected)
         branches = sum(map((1).__lshift__, slots))
         numbers = batch, length, compose.groups, compose.heads, activation, branches, factors.stride(0)
@@ -126,7 +127,7 @@ def _forward(given: Call, log_sums: Tensor | None = None) -> tuple[Tensor, Any]:
     if log_sums is None and call.query.shape[2] > FEW_TOKENS and in_16_bits and has_bfloat16_products():
         _forward_in_bfloat16(call, output)
     else:
-        _run_attention("dcformer_forward", call, None, output, None, log_sums)
+        _run_attention("dcformer_forward", call, output=output, log_sums=log_sums)
     return output if output.dtype == given.query.dtype else output.to(given.query.dtype), log_sums
 
 
@@ -146,7 +147,7 @@ def _forward_in_bfloat16(call: Call, output: Tensor) -> None:
         keys, values = (states[:, :, first:last].flatten(0, 1) for states in (key, value))
         scores = torch.bmm(rows, keys.mT)  # (batch x key/value heads, heads that share one x query, key)
         composed = scores.view(batch, heads, stop - start, last - first)  # in place
-        _run_attention("dcformer_forward", call, (start, stop, first, last), None, composed, None)
+        _run_attention("dcformer_forward", call, (start, stop, first, last), scores=composed)
         output[:, :, start:stop] = torch.bmm(scores, values).view(batch, heads, stop - start, -1)
 
 
@@ -159,7 +160,7 @@ def _backward(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
     call, log_sums = _readable_call(given), arguments[-1]
     gradients = given.new_gradients("")  # all in float32
     output_gradient = channels_last(_readable(output_gradient))  # alive until the code has read it
-    _run_attention("dcformer_backward", call, None, None, None, log_sums, gradients=(output_gradient, *gradients))
+    _run_attention("dcformer_backward", call, log_sums=log_sums, gradients=(output_gradient, *gradients))
     return [gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, given) if gradient is not None]
 
 
@@ -211,19 +212,22 @@ def _run_attention(
     function: str,
     call: Call,
     block: tuple[int, int, int, int] | None = None,
-    *results: Tensor | None,
+    *,
+    output: Tensor | None = None,
+    scores: Tensor | None = None,
+    log_sums: Tensor | None = None,
     gradients: Sequence[Tensor | None] = (None,) * (1 + DIFFERENTIABLE),
 ) -> None:
     """
-    Call a function that takes a call: `results` are the output, the scores and the `log_sums`, `gradients` those of the
-    output and of the call's first tensors. With scores only the queries and keys of a block are computed.
+    Call a function that takes a call; `gradients` are those of the output and of the call's first tensors. With scores
+    only the queries and keys of a block are computed.
     """
     query, key, dense = call.query, call.key, call.dense
     if dense is not None:
         dense = dense.expand(*query.shape[:2], -1, -1)
     values: list[Any] = [*query.shape[:2], key.shape[1], call.groups, call.is_causal, call.sliding_window or 0]
     values += [call.query_offset, *(block or (0, query.shape[2], 0, key.shape[2])), call.scaling]
-    states = (call.padding, call.sequence_ids, dense, *call[:3], *results, *gradients[:4])
+    states = (call.padding, call.sequence_ids, dense, *call[:3], output, scores, log_sums, *gradients[:4])
     _run(function, _CALL, *values, *_views(*states, *call[3:6], *gradients[4:7], *call[6:9], *gradients[7:]))
 
 

@@ -5,8 +5,8 @@ Only the inputs and the logarithms of the softmax's sums are kept from the forwa
 
 1. `scores_fwd_kernel`: scores, and gradients of composed weights, by matrix products;
 2. `weights_bwd_kernel`: weights, composed weights, and by part of the keys the softmax's delta, the sum over the keys
-   of a weight times its gradient, for which all heads are needed (it is not the sum of output times gradient); for more
-   than 32 heads these are three kernels;
+   of a weight times its gradient, for which all heads are needed (it is not the sum of output times gradient); where
+   these need too many registers, `Sizes.IS_SPLIT`, three kernels do it;
 3. `compose_bwd_kernel`: gradients of composed scores, then those of scores, and what each query adds to the gradients
    of the keys' factors, which `key_factors_bwd_kernel` sums up;
 4. `query_factors_bwd_kernel`: those of the queries' factors and of the static map follow from the gradient of a query's

@@ -218,7 +218,7 @@ def load_key_factors(stage, tile, DTYPE: tl.constexpr):
 
 @triton.jit
 def load_tile(pointer, chunk, tile, row):
-    """A tile [COMPOSE_N, HEADS] of a row, with zeros for heads that only pad the tile.group."""
+    """A tile [COMPOSE_N, HEADS] of a row, with zeros for heads that only pad the group."""
     return tl.trans(
         tl.load(pointer + (tile.offsets + row * chunk.columns), mask=tile.group.is_head[:, None], other=0.0)
     )
