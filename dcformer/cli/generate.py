@@ -87,7 +87,8 @@ def generate_command(
         others = {"--prompts": prompts, "--output": output, "--chat": chat}
         for name, other in _ONLY_WITH.items():
             if given[name] is not None and not others[other]:
-                raise ValueError(f"{name}={given[name]} goes only with {other}; add that, or leave it out.")
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{option} {given[name]} goes only with {other}; add that, or leave it out.")
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")  # what is not UTF-8 is named when it is encoded
         given["stop"] = [_as_utf8(string) for string in stop or ()]

@@ -15,10 +15,9 @@ def running_command(
 ) -> Iterator[None]:
     """Run the body of a command as `one_line_errors` does, with the models registered if it loads any."""
     with one_line_errors(debug, interrupted, is_first):
+        for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):  # log at import, which concerns no user
+            logging.getLogger(name).setLevel(logging.ERROR)
         if loads_models:
-            # They log at import, which does not concern users of a command.
-            for name in ("torchao", "torch.utils._pytree"):
-                logging.getLogger(name).setLevel(logging.ERROR)
             from .. import public  # noqa: F401
         yield
 

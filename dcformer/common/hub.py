@@ -18,8 +18,11 @@ def naming_what_is_missing(name: str, revision: str | None = None) -> Iterator[N
     except OSError as error:
         if not any(isinstance(cause, LocalEntryNotFoundError) for cause in (error, error.__cause__)):
             raise
-        which = "" if revision in (None, "main") else f", revision {revision!r},"
-        raise FileNotFoundError(f"{name!r}{which} is not in the cache of the Hub, which cannot be reached.") from error
+        which = "" if revision in (None, "main") else f" in its revision {revision!r}"
+        raise FileNotFoundError(
+            f"There is no folder or bundled model {name!r}, and the name{which} is not in the cache of the Hub, which "
+            "cannot be reached."
+        ) from error
 
 
 def find_commit(name: str, revision: str | None = None) -> str:
@@ -48,4 +51,7 @@ def load_from_hub(load: Callable[..., Any], name: str, configuration: str | None
         with contextlib.suppress(LocalEntryNotFoundError):
             where = {"repo_type": "dataset", "revision": options.pop("revision", None), "local_files_only": True}
             return load(snapshot_download(name, **where), configuration, **options)
-        raise
+        raise FileNotFoundError(
+            f"There is no file or folder {name!r}, and the data set is not in the cache of the Hub, which cannot be "
+            "reached."
+        ) from None

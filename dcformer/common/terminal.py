@@ -68,7 +68,10 @@ def one_line_errors(debug: bool, interrupted: str = "Interrupted.", is_first: bo
         if debug:
             raise
         if is_first or not isinstance(error, ValueError | OSError):
-            print(f"Error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+            text = str(error)
+            if isinstance(error, OSError) and error.filename is not None and error.strerror:  # without "[Errno 2]"
+                text = f"{error.filename!r}: {error.strerror}."
+            print(f"Error: {' '.join(text.split()) or type(error).__name__}", file=sys.stderr)
         raise typer.Exit(1) from None
 
 

@@ -75,9 +75,11 @@ def qkv_part(config: DCFormerConfig, array: SourceArray, letter: str, kind: str)
 
 
 def local_folder(source: str | os.PathLike) -> Path:
-    """The folder itself, or the download of a name on the Hub."""
-    if Path(source).exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
+    """The folder (or file) itself, or the download of a name on the Hub."""
+    if Path(source).exists():
         return Path(source)
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
+        raise FileNotFoundError(f"There is no folder {str(source)!r}; check the path.")
     patterns = [f"*{ending}" for ending in (".json", ".safetensors", ".bin", ".jinja", ".model", ".txt", ".md", ".py")]
     with naming_what_is_missing(str(source)):
         return Path(snapshot_download(str(source), allow_patterns=[*patterns, "LICEN*", "NOTICE*"]))

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -25,6 +26,7 @@ def detect_format(path: str | os.PathLike) -> Literal["torch", "pax", "maxtext"]
 
     Raises:
         FileNotFoundError: if there is nothing there.
+        ValueError: if it is no checkpoint.
     """
     if not is_remote(path):
         local = local_folder(path)
@@ -33,7 +35,13 @@ def detect_format(path: str | os.PathLike) -> Literal["torch", "pax", "maxtext"]
         if local.suffix == ".npz" or any(local.glob("*.npy")):
             return "pax"
         path = local
-    return "pax" if any(PAX_ROOT.rstrip(".") in name for name in Store(path).names) else "maxtext"
+    names = Store(path).names
+    if not any(re.search(r"(^|/)(_METADATA|manifest\.ocdbt|\.zarray|zarr\.json)$", name) for name in names):
+        raise ValueError(
+            f"{str(path)!r} holds no checkpoint: no config.json, no .npz or .npy arrays, and nothing of orbax "
+            "(_METADATA, manifest.ocdbt or zarr arrays)."
+        )
+    return "pax" if any(PAX_ROOT.rstrip(".") in name for name in names) else "maxtext"
 
 
 def open_checkpoint(

@@ -30,6 +30,8 @@ def read_prompts(path: str | os.PathLike, field: str = "prompt") -> list[dict[st
         ValueError: for a line that is not UTF-8 or holds no prompt, with its number.
     """
     text = Path(path).read_text(encoding="utf-8-sig", errors="surrogateescape")
+    if not text.strip():
+        raise ValueError(f"{os.fspath(path)!r} is empty; give it a prompt a line.")
     is_json = Path(path).suffix.lower() in (".jsonl", ".ndjson", ".json")
     records = []
     for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):

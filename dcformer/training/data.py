@@ -28,7 +28,7 @@ from ..common.files import check_relative, file_digest, json_digest
 from ..common.hub import load_from_hub
 from ..common.optional import import_optional
 from ..head_tasks import generate_documents, iterate_practice
-from ..loading import fingerprint_tokenizer
+from ..loading import fingerprint_tokenizer, looks_like_path
 from .recipe import HEAD_TASKS, DataRecipe
 
 
@@ -188,8 +188,8 @@ def _rows(documents: Dataset | IterableDataset, encoder: _Encoder) -> Iterator[d
         yield row
     if scored == 0:
         raise ValueError(
-            f"No token of {recipe.source!r} would be scored; documents must have more than one token, and answers must "
-            "be character ranges that cover whole tokens."
+            f"No token of {recipe.source!r} would be scored: it is empty, its documents are of one token, or its "
+            "answers are no character ranges that cover whole tokens."
         )
 
 
@@ -249,7 +249,7 @@ def _path(recipe: DataRecipe) -> Path:
 def _open(recipe: DataRecipe, **options: Any) -> DatasetBuilder:
     """The builder of datasets for a folder or a name on the Hub."""
     path = _path(recipe)
-    if not path.exists() and ("://" in recipe.source or glob.has_magic(recipe.source)):
+    if not path.exists() and (looks_like_path(recipe.source) or glob.has_magic(recipe.source)):
         raise FileNotFoundError(
             f"There is no {recipe.source!r}; data.source names a file, a folder or a data set on the Hub, "
             "not an address or a pattern."

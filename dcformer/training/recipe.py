@@ -195,17 +195,18 @@ class Recipe:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Recipe:
         """Read a recipe from a mapping like that of a YAML file without `extends`; errors as of `load_recipe`."""
-        omegaconf = _import_omegaconf()
+        omegaconf, errors = _import_omegaconf(), import_optional("omegaconf.errors", "Training by a recipe", "train")
         values = dict(values)
         if isinstance(values.get("data"), Mapping):
             values["data"] = _with_evaluation(values["data"])
         try:
             return omegaconf.to_object(omegaconf.merge(omegaconf.structured(cls), values))
-        except import_optional("omegaconf.errors", "Training by a recipe", "train").ConfigKeyError as error:
-            if "Did you mean" in str(error):  # OmegaConf suggests keys of the same mapping
-                raise
-            sentence, _, details = str(error).partition("\n")
-            raise type(error)(f"{sentence}.{_did_you_mean(error.full_key)}\n{details}") from error
+        except errors.OmegaConfBaseException as error:
+            sentence = str(error).partition("\n")[0].rstrip(".")  # the rest names types of OmegaConf
+            if isinstance(error, errors.ConfigKeyError) and not sentence.endswith("?"):
+                # OmegaConf suggests keys of the same mapping only.
+                sentence += f".{_did_you_mean(error.full_key)}"
+            raise type(error)(f"{error.full_key}: {sentence}") from error
 
     def to_mapping(self) -> dict[str, Any]:
         """The mapping that `from_mapping` reads, with every default filled in."""

@@ -237,19 +237,20 @@ WRONG = {
     "empty prompt": (["dcformer-tiny"], "text to continue, got ''"),
     "two kinds of prompt": (["dcformer-tiny", "x", "--prompts", "f"], "--prompts"),
     "no chat template": (["dcformer-tiny", "hello", "--chat"], "by --chat-template"),
-    "output alone": (["dcformer-tiny", "x", "--output", "f"], "output=f goes only with --prompts"),
-    "no output": (["dcformer-tiny", "--prompts", "f"], "prompts=f goes only with --output"),
-    "batches of one": (["dcformer-tiny", "x", "--batch-size", "3"], "batch_size=3 goes only with --prompts"),
-    "field of no file": (["dcformer-tiny", "--chat", "--field", "text"], "field=text goes only with --prompts"),
-    "template": (["dcformer-tiny", "x", "--chat-template", "f"], "chat_template=f goes only with --chat"),
+    "output alone": (["dcformer-tiny", "x", "--output", "f"], "--output f goes only with --prompts"),
+    "no output": (["dcformer-tiny", "--prompts", "f"], "--prompts f goes only with --output"),
+    "batches of one": (["dcformer-tiny", "x", "--batch-size", "3"], "--batch-size 3 goes only with --prompts"),
+    "field of no file": (["dcformer-tiny", "--chat", "--field", "text"], "--field text goes only with --prompts"),
+    "template": (["dcformer-tiny", "x", "--chat-template", "f"], "--chat-template f goes only with --chat"),
     "no chat in a file": (["dcformer-tiny", "--prompts", "f", "--output", "o", "--chat-template", "f"], "--chat"),
     "beams of a draft": (["dcformer-tiny", "x", "--num-beams", "2", "--assistant-model", "dcformer-tiny"], "got 2"),
-    "no file": (["dcformer-tiny", "--prompts", "f.txt", "--output", "o"], "f.txt"),
     "greedy temperature": (["dcformer-tiny", "x", "--greedy", "--temperature", "2"], "temperature=2.0"),
     "attention": (["dcformer-tiny", "x", "--attn-implementation", "sdpa"], "sdpa"),
     "not UTF-8": (["dcformer-tiny", "caf\udce9"], r"The prompt must be UTF-8, got 'caf\udce9'."),
     "input not UTF-8": (["dcformer-tiny"], r"standard input must be UTF-8, got 'a\nb\udce9' in line 2.", b"a\nb\xe9\n"),
     "message not UTF-8": (["dcformer-tiny", "--chat"], r"A message must be UTF-8, got '\udcff'", b"\n\xff"),
+    "no file": (["dcformer-tiny", "--prompts", "none.txt", "--output", "o"], "Error: 'none.txt': No such file"),
+    "empty file": (["dcformer-tiny", "--prompts", "empty.txt", "--output", "o"], "'empty.txt' is empty"),
     "empty line": (["dcformer-tiny", "--prompts", "blank.txt", "--output", "o"], "Line 2 of "),
     "a folder": (["dcformer-tiny", "--prompts", "one.txt", "--output", "folder"], "directory"),
 }
@@ -260,6 +261,7 @@ def test_a_wrong_use_is_one_line(case, tmp_path, monkeypatch):
     arguments, words, *given = WRONG[case]
     monkeypatch.chdir(tmp_path)
     Path("blank.txt").write_text("a\n \n")
+    Path("empty.txt").touch()
     Path("one.txt").write_text("a")
     Path("folder").mkdir()
     done = call(*arguments, input=given[0] if given else "")

@@ -171,7 +171,7 @@ def test_data_sets_are_read_from_the_cache_too(hub, tmp_path):
     for split in ("train", "validation"):
         datasets.Dataset.from_list(rows).to_parquet(tmp_path / "piqa" / "data" / f"{split}-00000-of-00001.parquet")
     add_to_cache(hub, "baber/piqa", tmp_path / "piqa", kind="datasets")
-    with pytest.raises(ConnectionError):
+    with pytest.raises(FileNotFoundError, match="no file or folder 'baber/piqa'"):
         load_from_hub(datasets.load_dataset, "baber/piqa", revision="v1")
     line = "eval acme/ours-1.0 --data-hash piqa=any --device cpu --tasks"
     assert call(f"{line} piqa").exit_code == 0
@@ -224,10 +224,13 @@ def test_a_converted_model_of_the_hub_is_verified_with_all_of_its_files(hub, mon
     ["generate {} x", "inspect {}", "verify {}", "verify acme/theirs {}", "convert torch {} out", "serve {}"]
     + ["convert upcycle {} out", "convert upcycle {}/x.gguf out", "convert to-maxtext {} out", "analyse {} --text x"]
     + ["eval {}", "eval acme/theirs --baseline {}", "generate acme/theirs x --tokenizer {}", "card {}"]
-    + ["eval acme/theirs --revision {}", "convert torch acme/theirs out --tokenizer {}", "train run.yaml --set {}"],
+    + ["eval acme/theirs --revision {}", "convert torch acme/theirs out --tokenizer {}"]
+    + ["train dcformer++-405m --set tokenizer=dcformer-tiny --set data.streaming=false --set data.source={}"],
 )
 def test_a_name_that_is_not_in_the_cache_is_named_in_one_sentence(command, hub):
-    failed = call(command.format("acme/absent"))
-    assert failed.exit_code == 1 and failed.stdout == ""
-    assert "acme/absent" in failed.stderr and failed.stderr.count("\n") == 1
-    assert "not in the cache of the Hub" in failed.stderr or command.startswith(("card", "train"))
+    for name in ("acme/absent", "absent"):  # the second may be a misspelt folder
+        failed = call(command.format(name))
+        assert failed.exit_code == 1 and failed.stdout == ""
+        assert name in failed.stderr and failed.stderr.count("\n") == 1
+        missing = "not in the cache of the Hub" if "/" in name or "--revision" in command else "There is no f"
+        assert missing in failed.stderr or command.startswith("card")

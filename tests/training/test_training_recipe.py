@@ -103,7 +103,9 @@ def test_a_wrong_key_or_value_is_named(sections, words, write):
     }.items(),
 )
 def test_a_key_of_another_part_of_the_recipe_names_the_right_one(given, meant):
-    with pytest.raises((ValueError, OmegaConfBaseException), match=rf"{given.split('=')[0].split('.')[-1]}.*{meant}\?"):
+    with pytest.raises(
+        (ValueError, OmegaConfBaseException), match=rf"{given.split('=')[0].split('.')[-1]}.*{meant}\?$"
+    ):
         load_recipe("dcformer++-405m", [given])
 
 
