@@ -167,7 +167,7 @@ class DCFormerConfig(PreTrainedConfig):
         "norm": (["hidden_states"], ["hidden_states"]),
     }
     default_theta = 10000.0
-    default_rotary_factor: ClassVar[float | None] = None  # of `partial_rotary_factor`
+    default_rope: ClassVar[dict[str, float]] = {}  # where `rope_parameters` says nothing
 
     vocab_size: int = 50257
     hidden_size: int = 2560
@@ -276,13 +276,14 @@ class DCFormerConfig(PreTrainedConfig):
 
     def convert_rope_params_to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Move older keys into `rope_parameters` as the base class does; ValueError where they disagree with it."""
-        rope = self.rope_parameters = dict(self.rope_parameters or {})
+        rope = dict(self.rope_parameters or {})
         stated = {key: kwargs.pop(key, None) for key in ("rope_theta", "partial_rotary_factor")}
         for key, value in (*stated.items(), *(kwargs.pop("rope_scaling", None) or {}).items()):
             ours = "rope_type" if key == "type" else key
             if value is not None and rope.setdefault(ours, value) != value:
                 raise ValueError(f"{key}={value!r} and rope_parameters={rope!r} disagree; give one of them.")
-        return super().convert_rope_params_to_dict(partial_rotary_factor=self.default_rotary_factor, **kwargs)
+        self.rope_parameters = {**self.default_rope, **rope}
+        return super().convert_rope_params_to_dict(**kwargs)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -291,9 +292,8 @@ class DCFormerConfig(PreTrainedConfig):
         if cls.__module__ == __name__ and not __name__.startswith("transformers_modules"):
             values["auto_map"] = {}  # no code: what lies beside the weights is replaced by this package
         if new := kwargs.get("rope_parameters"):
-            old = super().from_dict(dict(values)).rope_parameters
-            kept = {name: old[name] for name in ("rope_theta", "partial_rotary_factor") if name in old}
-            kwargs["rope_parameters"] = {**kept, **new}
+            old, kept = super().from_dict(dict(values)).rope_parameters, ("rope_theta", "partial_rotary_factor")
+            kwargs["rope_parameters"] = {key: old[key] for key in kept if key in old} | new
         return super().from_dict(values, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
@@ -377,7 +377,7 @@ class DCPythiaConfig(DCFormerConfig):
     """
 
     model_type = "dcpythia"
-    default_rotary_factor = 0.25
+    default_rope: ClassVar[dict[str, float]] = {"partial_rotary_factor": 0.25}
 
     intermediate_size: _FilledIn[int] = 10240
     hidden_act: str = "gelu"

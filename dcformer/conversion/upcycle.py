@@ -114,7 +114,9 @@ def upcycle(
     else:
         arrays = open_weights(folder)
     if options.get("tokenizer") is None and file:
-        options["tokenizer"] = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+        options["tokenizer"] = tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+        if (end := facts.get("tokenizer.ggml.eos_token_id")) is not None:  # Transformers 5.17 takes the begin of text
+            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
 
     chosen = {"compose_rank": rank, "compose_groups": groups, "compose_layers": layers and sorted(layers)}
     settings = {name: value for name, value in chosen.items() if value is not None}

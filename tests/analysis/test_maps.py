@@ -34,9 +34,12 @@ def slow_maps(model, layer, **inputs):
 def watched(model, layer):
     """By name, the maps of the forward passes to come."""
     maps = {name: [] for name in ATTENTION_MAPS}
-    for name, outputs in maps.items():
-        module = getattr(model.model.layers[layer].self_attn, name)
-        module.register_forward_hook(lambda module, args, output, outputs=outputs: outputs.append(output))
+
+    def keep(name):  # torch 2.10 compiles a hook that appends to a default of an argument, and forgets it
+        return lambda module, args, output: maps[name].append(output)
+
+    for name in maps:
+        getattr(model.model.layers[layer].self_attn, name).register_forward_hook(keep(name))
     return maps
 
 

@@ -63,7 +63,7 @@ BATCHES = {
     "limit with the prompt": {"max_length": 12, "eos_token_id": 2},
     "limit of beams": {"max_length": 12, "num_beams": 3},
     "drafts": {"max_new_tokens": 6, "prompt_lookup_num_tokens": 2},
-    "penalty": {"max_new_tokens": 12, "repetition_penalty": 3.0, "sequence_bias": [[[0], 8.0]]},
+    "penalty": {"max_new_tokens": 12, "repetition_penalty": 3.0, "sequence_bias": [[[1], 8.0]]},
     "scores": {"max_new_tokens": 6, "return_dict_in_generate": True, "output_scores": True, "output_attentions": True},
     "a draft's model": {"max_new_tokens": 6, "is_assistant": True},
     "the context": {},
