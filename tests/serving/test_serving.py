@@ -1,8 +1,12 @@
 """Which server is used, and how it is started."""
 
+import io
 import os
+import runpy
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -52,34 +56,62 @@ def test_vllm_is_used_where_it_is_installed(vllm, monkeypatch):
     assert choose_engine("auto") == choose_engine("vllm") == "vllm" and choose_engine("transformers") == "transformers"
 
 
-def test_vllm_gets_the_model_and_all_further_options(vllm, started):
+def test_vllm_gets_the_model_and_all_further_options(vllm, started, monkeypatch):
     vllm.touch()
-    words = ["serve", "dcformer-tiny", "--dtype", "float16", "-tp", "1", "--", "--max-num-seqs=4"]
+    find = Mock(return_value=replace(find_model("dcformer-tiny"), revision="v1"))
+    monkeypatch.setattr("dcformer.loading.find_model", find)
+    words = ["serve", "dcformer-tiny", "--dtype", "float16", "-tp", "1", "--host", "0.0.0.0", "--port", "9"]
+    words += ["--tokenizer", "transformer-tiny", "--revision", "v1", "--trust-remote-code", "--", "--max-num-seqs=4"]
     done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0 and "http://127.0.0.1:8000/v1" in done.stdout, done.output
+    assert done.exit_code == 0 and "http://0.0.0.0:9/v1" in done.stdout, done.output
+    tokenizer = dcformer.pretrained_path("transformer-tiny")
+    assert find.call_args == call("dcformer-tiny", tokenizer=tokenizer, revision="v1", trust_remote_code=True)
     ((command, environment),) = started
     assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    options = ["--dtype", "float16", "--served-model-name", "dcformer-tiny", "--model", BUNDLED]
-    assert command[3:] == [BUNDLED, *ADDRESS, *options, "-tp", "1", "--max-num-seqs=4"]
+    options = [*words[6:10], "--dtype", "float16", "--served-model-name", "dcformer-tiny", "--model", BUNDLED]
+    options += ["--revision", "v1", "--tokenizer", tokenizer]
+    assert command[3:] == [BUNDLED, *options, "-tp", "1", "--trust-remote-code", "--max-num-seqs=4"]
     assert {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "4"}.items() <= environment.items()
 
 
 def test_vllm_keeps_float32_and_what_the_environment_says(started, monkeypatch):
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "0")
     model = find_model("dcformer-tiny")
     model.config.dtype = torch.float32
-    serve(model, "vllm")
-    command, environment = started[0]
-    assert command[command.index("--dtype") + 1] == "float32" and environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    serve(model, "vllm", arguments=["--gpu-memory-utilization", "0.5"])
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    serve(model, "vllm", dtype="bfloat16")
+    dtypes = [command[command.index("--dtype") + 1] for command, _ in started]
+    assert dtypes == ["float32", "bfloat16"] and "--revision" not in started[0][0]
+    assert [environment.get("VLLM_CPU_KVCACHE_SPACE") for _, environment in started] == [None, "1"]
+    assert started[0][1]["VLLM_NO_USAGE_STATS"] == "0"
 
 
-def test_transformers_finds_a_bundled_model_by_its_name(started):
+def test_transformers_finds_a_bundled_model_by_its_name(started, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
+    print("Starting", end="")
     serve(find_model("dcformer-tiny"), "transformers", arguments=["--device", "cpu"])
+    assert sys.stdout.buffer.getvalue() == b"Starting"  # nothing is lost when the process is replaced
     serve(find_model(BUNDLED), "transformers")
-    (bundled, _), (folder, _) = started
+    serve(replace(find_model(BUNDLED), name="acme/model", path="acme/model", revision="v1"), "transformers")
+    (bundled, _), (folder, _), (hub, _) = started
     module = [sys.executable, "-m", "dcformer.serving"]
     assert bundled == [*module, os.path.dirname(BUNDLED), "serve", "dcformer-tiny", *ADDRESS, "--device", "cpu"]
     assert folder == [*module, ".", "serve", BUNDLED, *ADDRESS]
+    assert hub == [*module, ".", "serve", "acme/model@v1", *ADDRESS]
+
+
+def test_transformers_server_starts_in_the_folder_of_the_model_with_what_it_lacks(tmp_path, monkeypatch):
+    done = Mock()
+    done.app.side_effect = lambda prog_name: done.started(prog_name, os.getcwd(), sys.argv)
+    monkeypatch.setattr("transformers.cli.transformers.app", done.app)
+    monkeypatch.setattr("dcformer.integrations.name_models_for_server", done.name)
+    monkeypatch.setattr("dcformer.serving.limits.refuse_what_does_not_fit", done.refuse)
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path), "serve", "dcformer-tiny"])
+    monkeypatch.chdir(".")
+    runpy.run_module("dcformer.serving", run_name="__main__", alter_sys=False)
+    started = call.started("transformers", str(tmp_path), ["", "serve", "dcformer-tiny"])
+    assert done.mock_calls == [call.name(), call.refuse(), call.app(prog_name="transformers"), started]
 
 
 def test_what_would_be_ignored_is_refused(started):
