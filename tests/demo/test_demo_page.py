@@ -5,7 +5,7 @@ import re
 import runpy
 import urllib.request
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import ANY, Mock, call
 
 import gradio
 import pytest
@@ -13,14 +13,15 @@ from gradio_client import Client
 from gradio_client.exceptions import AppError
 from huggingface_hub import SpaceCard
 from tiny_models import tiny_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from dcformer.analysis import record
+from dcformer.analysis import heat_map, record
 from dcformer.cli import app
 from dcformer.demo import build_page
-from dcformer.demo.page import write_text
+from dcformer.demo.page import launch_options, write_text
 from dcformer.demo.picture import copying_head, draw
+from dcformer.generation import TextGenerator
 from dcformer.head_tasks import build_tokenizer
 from dcformer.loading import LoadedModel, load_model
 
@@ -35,10 +36,14 @@ def tiny():
     return LoadedModel("tiny", tiny_model(vocab_size=len(tokenizer)), tokenizer)
 
 
-def test_a_text_grows_and_a_seed_draws_it_again(tiny):
-    written = [
-        list(write_text(tiny, "Ruth likes Paris", 8, False, True, 1.0, 0, 1.0, 1.0, seed)) for seed in ("1", "1", "2")
-    ]
+def test_a_text_grows_by_the_options_of_the_page_and_a_seed_draws_it_again(tiny, monkeypatch):
+    monkeypatch.setattr("dcformer.demo.page.TextGenerator", generator := Mock(wraps=TextGenerator))
+    sampling = {"temperature": 0.9, "top_k": 60, "top_p": 0.95}
+    for samples, stops, seeds in ((False, True, [""]), (True, False, ["1", "1", "2"])):
+        values = (8.0, stops, samples, *sampling.values(), 1.1)
+        written = [list(write_text(tiny, "Ruth likes Paris", *values, seed)) for seed in seeds]
+        given = {"max_new_tokens": 8, "do_sample": samples, "repetition_penalty": 1.1, **(sampling if samples else {})}
+        assert generator.call_args == call(tiny, stop_strings=["\n\n"] * stops, **given)
     assert written[0][-1] == written[1][-1] != written[2][-1]
     *growing, (_, ids) = written[0]
     assert len(growing) > 1 and not any(ids for _, ids in growing)
@@ -82,7 +87,9 @@ def test_every_prompt_that_the_page_offers_has_a_sensible_answer(name):
     (offered,) = (block.samples for block in page.blocks.values() if isinstance(block, gradio.Dataset))
     assert [prompt] == offered[0] and len(offered) == 3
     tokenizer = load_model(name).tokenizer
+    (choose,) = (function for function in page.fns.values() if function.outputs == generate.outputs[::-1])
     for (text,) in offered:
+        assert choose.fn(text) == (tokenizer(text)["input_ids"], "")  # without the answer to another prompt
         *_, (answer, ids) = generate.fn(text, limit, *options)
         assert len(ids) - len(tokenizer(text)["input_ids"]) < limit, f"not ended: {answer}"
         assert not re.search(r"\b(\w+)(\W+\1\b){2}", answer), answer
@@ -118,24 +125,88 @@ def test_of_a_long_text_the_last_tokens_are_drawn(tiny):
     ids = tiny.tokenizer("Ruth " * 11 + "Mark " + "Paul " * 47)["input_ids"]
     shown = draw(tiny, ids, 0, 0)
     assert "The last 48 of 60 tokens" in shown and shown.count(">Mark<") == 4 and ">Ruth<" not in shown
+    last, labels = record(tiny.model, ids)["weights"][0][0, 0, -48:, -48:], ["Mark", *["Paul"] * 47]
+    assert heat_map(last, labels, labels, "Before composition, queries down, keys across") in shown
+    assert "are read" not in draw(tiny, ids[:8] * 64, 0, 0) and "are drawn" not in draw(tiny, ids[:48], 0, 0)
     assert "The first 512 of 600 tokens are read. The last 48 of 512 tokens" in draw(tiny, ids * 10, 0, 0)
 
 
-def test_other_models_have_a_page_without_attention(tiny):
+DEFAULTS = {
+    "max_new_tokens": 48,
+    "do_sample": False,
+    "temperature": 1,
+    "top_k": 50,
+    "top_p": 1,
+    "repetition_penalty": 1,
+}
+OTHERS = {"max_new_tokens": 900, "do_sample": True, "temperature": 0.5, "top_k": 0, "top_p": 0.25}
+
+
+@pytest.mark.parametrize("options", [{}, OTHERS | {"repetition_penalty": 1.5}], ids=["defaults", "configured"])
+def test_a_page_has_the_options_of_its_model_and_draws_what_was_written_unless_it_is_stopped(
+    tiny, options, monkeypatch
+):
+    model = tiny_model(vocab_size=len(tiny.tokenizer), num_hidden_layers=1, num_attention_heads=3, head_dim=8)
+    model.generation_config = GenerationConfig(**options)
+    monkeypatch.setattr(gradio, "Warning", warned := Mock())
+    page = build_page(LoadedModel("tiny", model, tiny.tokenizer))
+    by_id = {block.elem_id: block for block in page.blocks.values() if getattr(block, "elem_id", None)}
+    events = {
+        (page.blocks[source].elem_id, event): f for f in page.fns.values() for source, event in f.targets if source
+    }
+    click, submit = (events.pop(key) for key in (("generate", "click"), ("prompt", "submit")))
+    limit, stops, *sampling, seed = (component.value for component in click.inputs[1:])
+    wanted = DEFAULTS | options | {"max_new_tokens": min(options.get("max_new_tokens", 48), 512)}
+    assert [limit, *sampling] == [*wanted.values()] and (stops, seed) == (False, "") and click.inputs == submit.inputs
+    drawing = [f for f in page.fns.values() if f.outputs == [by_id["attention"]]]
+    assert all(f.inputs == [click.outputs[1], by_id["layer"], by_id["head"]] for f in drawing)
+    after = [f._id for f in drawing if f.trigger_after in (click._id, submit._id)]
+    assert len(after) == 2 and all(events[name, "change"] in drawing for name in ("layer", "head"))
+    # One at a time: all forward passes are recorded while a picture is drawn.
+    assert {f.concurrency_id for f in (click, submit, *drawing)} == {"generate"}
+    (stopping,) = (f.cancels for f in page.fns.values() if f.cancels)
+    assert {*stopping} == {click._id, submit._id, *after}
+    ranges = [(by_id[name].maximum, by_id[name].interactive) for name in ("layer", "head")]
+    assert ranges == [(1, False), (2, True)]
+    given = [component.value for component in click.inputs[2:]]
+    *growing, (_, ids) = click.fn("Ruth", 70, *given)
+    assert len(ids) == 72 and {str(skipped) for _, skipped in growing} == {str(gradio.skip())}
+    assert warned.call_args == call("2 tokens and 70 new ones exceed the 64 that the model was made for.")
+
+
+def test_a_page_says_what_model_it_is_and_other_models_have_one_without_attention(tiny, monkeypatch):
+    def described(model):
+        page = build_page(LoadedModel("some/model/", model, tiny.tokenizer))
+        assert page.title == "model - dcformer"
+        return str(page.get_config_file()["components"])
+
     shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tiny.tokenizer), **shape))
-    config = str(build_page(LoadedModel("some/llama", model, tiny.tokenizer)).get_config_file()["components"])
-    assert "It is a llama model, of which this page shows no attention." in config and "Layer" not in config
+    config = described(LlamaForCausalLM(LlamaConfig(vocab_size=len(tiny.tokenizer), **shape)))
+    assert "1 layers of 2 heads. It is a llama model, of which this page shows no attention." in config
+    assert "Layer" not in config
+    plain = tiny_model("plain_gated_transformer", vocab_size=len(tiny.tokenizer))
+    assert f"{plain.num_parameters():,} parameters, 2 layers of 4 heads that are not composed." in described(plain)
+    monkeypatch.setattr(tiny.model, "num_parameters", lambda: 2_800_000_000)
+    words = "2.80 billion parameters, 2 layers of 4 heads composed for every query and key."
+    assert words in described(tiny.model)
 
 
-def test_the_command_prints_the_address_and_ends_by_ctrl_c(monkeypatch):
-    page = Mock(address="http://127.0.0.1:9/", wait=Mock(side_effect=KeyboardInterrupt))
-    serve = Mock(return_value=page)
-    monkeypatch.setattr("dcformer.demo.serve_page", serve)
-    done = CliRunner().invoke(app, ["demo", "--no-browser", "--port", "9", "--host", "0.0.0.0"])
-    assert done.exit_code == 130 and "http://127.0.0.1:9/" in done.stdout
-    wanted = {"host": "0.0.0.0", "port": 9, "opens_browser": False}
-    assert serve.call_args.args == ("dcformer-tiny",) and wanted.items() <= serve.call_args.kwargs.items()
+def test_the_command_serves_what_is_asked_for_prints_the_address_and_ends_by_ctrl_c(tiny, monkeypatch):
+    load, launch, close = Mock(return_value=tiny), Mock(return_value=(None, "http://127.0.0.1:9/", None)), Mock()
+    monkeypatch.setattr("dcformer.demo.page.load_model", load)
+    monkeypatch.setattr("dcformer.demo.page.time", Mock(sleep=Mock(side_effect=KeyboardInterrupt)))
+    monkeypatch.setattr(gradio.Blocks, "launch", launch)
+    monkeypatch.setattr(gradio.Blocks, "close", close)
+    asked = ["--no-browser", "--port", "9", "--host", "0.0.0.0", "--dtype", "float16", "--device", "cpu"]
+    for words in ([], [*asked, "--tokenizer", "t", "--revision", "v1", "some/model"]):
+        done = CliRunner().invoke(app, ["demo", *words])
+        assert done.exit_code == 130 and "http://127.0.0.1:9/" in done.stdout and close.call_count == 1 + bool(words)
+        address = {"server_name": words[4] if words else "127.0.0.1", "server_port": 9 if words else None}
+        given = launch_options() | address | {"inbrowser": not words, "prevent_thread_lock": True, "theme": ANY}
+        assert launch.call_args == call(**given) and given["share"] is False
+    options = {"tokenizer": "t", "revision": "v1", "dtype": "float16", "device": "cpu"}
+    nothing = dict.fromkeys(options)
+    assert load.call_args_list == [call("dcformer-tiny", **nothing), call("some/model", **options)]
 
 
 def test_the_space_builds_the_page_and_its_card_is_what_the_hub_takes():
