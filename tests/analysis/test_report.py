@@ -2,13 +2,16 @@
 
 import re
 import xml.etree.ElementTree as ElementTree
+from unittest.mock import Mock, call
 
 import pandas
 import pytest
 from tiny_models import ANSWERS
 from typer.testing import CliRunner
 
+from dcformer.analysis import analyse
 from dcformer.cli import app
+from dcformer.loading import load_model
 
 
 PROMPT = "There are Paris, Paris, Mumbai. Which is different? The city in"
@@ -35,9 +38,26 @@ def test_the_command_writes_a_page_with_pictures_and_tables(composes, tmp_path):
 
 def test_a_file_is_read_in_windows_and_nothing_or_both_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("dcformer.analysis.report._drawn", lambda *_: "")  # the test above looks at the pictures
-    (tmp_path / "text.txt").write_text(PROMPT * 3)
-    options = ["--data", str(tmp_path / "text.txt"), "--length", "20", "--windows", "2", "--output", str(tmp_path)]
-    CliRunner().invoke(app, ["analyse", ANSWERS, *options], catch_exceptions=False)
+    load, write = Mock(side_effect=load_model), Mock(side_effect=analyse)
+    monkeypatch.setattr("dcformer.loading.load_model", load)
+    monkeypatch.setattr("dcformer.analysis.analyse", write)
+    (tmp_path / "text.txt").write_text(f"\ufeff{PROMPT * 40}", encoding="utf-8")
+    ids = load_model(ANSWERS).tokenizer(PROMPT * 40)["input_ids"]
+    read = {"dtype": "float32", "device": "cpu", "tokenizer": f"{ANSWERS}/"}
+    options = [f"--{name}={value}" for name, value in read.items()]
+    options += ["--data", str(tmp_path / "text.txt"), "--layer", "1", "--layer", "0", "--output", str(tmp_path)]
+    for length, windows, texts in (
+        (20, 2, [ids[:20], ids[20:40]]),
+        (33, 99, [ids[n : n + 33] for n in range(0, 561, 33)]),
+        (2048, 4, [ids[:512], ids[512:]]),
+    ):
+        given = ["analyse", f"{ANSWERS}/", *options, "--length", str(length), "--windows", str(windows)]
+        CliRunner().invoke(app, given, catch_exceptions=False)
+        assert write.call_args.args[1:3] == (texts, tmp_path)
+        write.side_effect = None
+    assert load.call_args == call(f"{ANSWERS}/", attn_implementation="eager", **read, revision=None)
+    assert (write.call_args.kwargs["name"], write.call_args.kwargs["layers"]) == ("dcformer", [1, 0])
     assert ", 40 tokens" in (tmp_path / "report.html").read_text(encoding="utf-8")
     assert pandas.read_csv(tmp_path / "what_matters.csv").standard_error.gt(0).all()
-    assert CliRunner().invoke(app, ["analyse", ANSWERS]).exit_code == 2
+    for words in ([], ["--text", "x", *options]):
+        assert CliRunner().invoke(app, ["analyse", ANSWERS, *words]).exit_code == 2
