@@ -46,7 +46,7 @@ def draw(loaded: LoadedModel, ids: Sequence[int], layer: int, head: int) -> str:
 def copying_head(model: Any, ids: Sequence[int]) -> tuple[int, int]:
     """The layer and the head with most attention to earlier occurrences of the next token."""
     tokens = torch.tensor(ids)
-    repeats = (tokens[1:, None] == tokens[None, :-1]).tril()  # (query, key): the key is the token after the query
+    repeats = tokens[1:, None] == tokens[None, :-1]  # (query, key): the key is the token after the query
     maps = record(model, ids, ["weights"])["weights"].values()
     attention = torch.stack([(weights[0, :, :-1, :-1] * repeats).sum((1, 2)) for weights in maps])  # (layer, head)
     layer, head = divmod(int(attention.argmax()), attention.shape[1])

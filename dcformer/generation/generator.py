@@ -154,8 +154,7 @@ class TextGenerator:
         mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in prompts])
         limits = [_new_tokens(self.config, model.config, len(row)) for row in prompts]
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        longest = max(range(len(prompts)), key=lambda index: len(prompts[index]) + limits[index])
-        read, new = len(prompts[longest]), limits[longest]
+        read, new = length, _new_tokens(self.config, model.config, length)
         if self._warn is not None and context is not None and read + new > context:
             self._warn(f"{read} tokens and {new} new ones exceed the {context} that the model was made for.")
             self._warn = None
