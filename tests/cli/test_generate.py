@@ -226,10 +226,10 @@ def test_ids_without_an_embedding_follow_the_policy(tmp_path, policy):
     tokenizer = build_tokenizer(64)
     tiny_model(vocab_size=len(tokenizer) - 9).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    word = tokenizer.convert_ids_to_tokens(len(tokenizer) - 3)
+    word = tokenizer.convert_ids_to_tokens(len(tokenizer) - 9)
     done = call(tmp_path, f"Ruth {word}", "--max-new-tokens", 2, *(("--oov-policy", policy) if policy else ()))
     assert done.exit_code == (policy is None)
-    assert policy or f"token id {len(tokenizer) - 3} at position 2" in done.stderr
+    assert policy or f"token id {len(tokenizer) - 9} at position 2" in done.stderr
 
 
 WRONG = {

@@ -74,7 +74,8 @@ def test_a_picture_shows_both_weights_and_says_what_they_are(bundled):
     assert shown.count("<svg") == 2 and shown.count("<rect") == 2 * (16 * 16 + 1)
     for token in ("Mumbai", "&lt;|endoftext|&gt;", "different"):
         assert shown.count(f">{token}</text>") == 4  # on two axes of two pictures
-    assert "sees all keys up to its position." in shown and "sees 32 keys up to" in draw(bundled, ids, 0, 0)
+    assert "A query of layer 1 sees all keys up to its position." in shown
+    assert "A query of layer 0 sees 32 keys up to" in draw(bundled, ids, 0, 1)
     assert len({shown, draw(bundled, ids, 1, 1), draw(bundled, ids, 0, 0)}) == 3
     assert f"Rows sum to one. Colour scale: up to {plain.max():.2f}." in shown
 

@@ -75,15 +75,18 @@ BATCHES = {
 @pytest.mark.parametrize("place", ["argument", "configuration", "object"])
 @pytest.mark.parametrize("options", BATCHES.values(), ids=BATCHES)
 def test_a_padded_batch_writes_what_single_prompts_do(loaded, options, place, monkeypatch):
-    prompts = ["Paris " * 50, "Paris", "Who likes Mumbai, Ruth has Paris"][1 if "max_length" in options else 0 :]
+    texts = ["Paris " * 50, "Paris", "Who likes Mumbai, Ruth has Paris"][1 if "max_length" in options else 0 :]
+    prompts = [TextGenerator(loaded).encode(text)[1:] for text in texts]  # without the token 0 that begins texts
     if place == "configuration":
         monkeypatch.setattr(loaded.model, "generation_config", GenerationConfig(**options))
     given = {"argument": options, "configuration": {}, "object": {"generation_config": GenerationConfig(**options)}}
     generator = TextGenerator(loaded, **given[place])
     answers = generator.generate(prompts)
-    assert answers == [finish(generator.stream(prompt))[1] for prompt in prompts]
+    streamed = [finish(generator.stream(prompt)) for prompt in prompts]
+    assert answers == [answer for _, answer in streamed]
+    assert ["".join(pieces) for pieces, _ in streamed] == [answer.text for answer in answers]
     for prompt, answer in zip(prompts, answers):
-        left = options.get("max_length", 64) - len(generator.encode(prompt))
+        left = options.get("max_length", 64) - len(prompt)
         assert len(answer.ids) == options.get("max_new_tokens", left)
 
 
@@ -146,10 +149,11 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_answers_are_made_again(damage, tmp_path, caplog):
     records = [{"prompt": f"prompt {number}"} for number in range(6)]
-    output, asked = tmp_path / "answers.jsonl", []
+    output, unfinished, asked = tmp_path / "answers.jsonl", tmp_path / "answers.jsonl.unfinished", []
 
     def answer(start, end):
         asked.append(start)
+        assert unfinished.read_bytes().count(b"\n") == 1 + start  # no answer waits in a buffer
         if asked == [0, 2, 4]:
             raise KeyboardInterrupt
         return [f"text {number}" for number in range(start, end)]
@@ -157,7 +161,6 @@ def test_damaged_answers_are_made_again(damage, tmp_path, caplog):
     options = {"batch_size": 2, "settings": {"seed": 3}}
     with pytest.raises(KeyboardInterrupt):
         write_answers(records, answer, output, **options)
-    unfinished = tmp_path / "answers.jsonl.unfinished"
     lines = unfinished.read_bytes().splitlines(keepends=True)
     assert len(lines) == 5
     unfinished.write_bytes(b"".join(DAMAGES[damage](lines)))
@@ -206,12 +209,14 @@ def test_prompts_are_read_whatever_the_line_ends_and_lines_that_are_no_text_name
                 read_prompts(path)
 
 
-def test_new_tokens_stay_within_the_context_unless_more_are_asked_for(loaded):
+def test_new_tokens_stay_within_the_context_unless_more_are_asked_for(loaded, monkeypatch):
     ids, warnings = TextGenerator(loaded).encode("Paris " * 57), []
     assert len(TextGenerator(loaded, warn=warnings.append).generate([ids])[0].ids) == 64 - 58 and warnings == []
     more = TextGenerator(loaded, warn=warnings.append, max_new_tokens=9)
     assert all(len(answer.ids) == 9 for _ in range(2) for answer in more.generate([ids[:3], ids, ids[:3]]))
     assert len(warnings) == 1 and warnings[0].startswith("58 tokens and 9 new ones")
+    monkeypatch.setattr("dcformer.generation.generator._NEW_TOKENS", 5)
+    assert [len(answer.ids) for answer in TextGenerator(loaded).generate([ids[:3], [*ids, 5, 5]])] == [5, 4]
 
 
 def test_a_stream_that_is_closed_ends_its_thread(loaded):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -140,9 +141,14 @@ def test_the_command_trains_and_prints_the_folder_of_the_model(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(tiny_mapping("elsewhere")))
     arguments = ["train", str(recipe), "--output", str(tmp_path / "run"), "--set", "training.max_steps=2"]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    assert f"{tmp_path / 'run' / 'final'}: 2 steps, loss 6." in result.stdout
-    assert "step 2 of 2: loss 6." in result.stderr
+    first, again, anew = (CliRunner().invoke(app, [*arguments, *more]) for more in ((), (), ("--no-resume",)))
+    assert first.exit_code == 0, first.output
+    words = (
+        rf"{tmp_path / 'run' / 'final'}: 2 steps, loss 6\.\d+, evaluation loss 6\.\d+ \(perplexity \d+\.\d+\), \d\d? s"
+    )
+    assert re.fullmatch(f"{words}\n", first.stdout) and re.fullmatch(f"{words}\n", anew.stdout)
+    assert re.fullmatch(f"{words}, resumed from step 2\n", again.stdout)
+    for figure in ("loss", "evaluation loss"):
+        assert first.stderr.count(f"step 2 of 2: {figure} 6.") == 1
     result = CliRunner().invoke(app, [*arguments[:-1], "training.max_stps=2"])
     assert result.exit_code == 1 and "max_stps" in result.stderr and len(result.stderr.splitlines()) == 1
