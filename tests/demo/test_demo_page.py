@@ -114,12 +114,21 @@ def test_the_page_opens_on_the_head_that_copies_with_its_prompt_drawn():
     assert by_id["attention"] == draw(loaded, ids, layer, head) and ">malloc<" not in by_id["attention"]
 
 
-@pytest.mark.parametrize("variant", ["post_only", "pre_only", "plain_gated_transformer"])
-def test_weights_that_are_not_composed_after_the_softmax_are_the_same_in_both_pictures(tiny, variant):
+@pytest.mark.parametrize(
+    "variant, layer, composes",
+    [
+        ("post_only", 0, 1),
+        ("one_layer", 1, 1),
+        ("one_layer", 0, 0),
+        ("pre_only", 0, 0),
+        ("plain_gated_transformer", 1, 0),
+    ],
+)
+def test_weights_that_are_not_composed_after_the_softmax_are_the_same_in_both_pictures(tiny, variant, layer, composes):
     model = tiny_model(variant, vocab_size=len(tiny.tokenizer))
-    shown = draw(LoadedModel(variant, model, tiny.tokenizer), [3, 4, 5], 0, 0)
+    shown = draw(LoadedModel(variant, model, tiny.tokenizer), [3, 4, 5], layer, 0)
     before, after = re.findall("<rect.*?</svg>", shown)
-    assert ("does not compose its weights" in shown) == (before == after) == (variant != "post_only")
+    assert ("does not compose its weights" in shown) == (before == after) == (not composes)
 
 
 def test_of_a_long_text_the_last_tokens_are_drawn(tiny):
