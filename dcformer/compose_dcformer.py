@@ -20,7 +20,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .configuration_dcformer import CACHE_ROW_ALIGNMENT, DCFormerConfig
 from .dcmha import compute_fused
-from .types_dcformer import ComposeSide, ComposeWeights
+from .types_dcformer import ComposeSide, ComposeWeights, Weights
 
 
 class DCFormerCompose(nn.Module):
@@ -144,7 +144,7 @@ class DCFormerCompose(nn.Module):
 
     def forward(
         self, hidden_states: Tensor, key_states: Tensor | None = None, *, fused: bool = True
-    ) -> tuple[ComposeWeights | None, ComposeWeights | None]:
+    ) -> tuple[Weights, Weights]:
         """
         Args:
             hidden_states (`Tensor`): (batch, length, hidden), the input of the q, k and v projections.
@@ -167,10 +167,10 @@ class DCFormerCompose(nn.Module):
             factors |= self._factors(key_states, key_hidden_weight, key_gate_weight, key_slots, fused)
         return self.weights_of(factors)
 
-    def weights_of(self, factors: dict[int, Tensor]) -> tuple[ComposeWeights | None, ComposeWeights | None]:
+    def weights_of(self, factors: dict[int, Tensor]) -> tuple[Weights, Weights]:
         """The weights before and after the softmax, from factors (batch, heads, length, channels) by slot."""
         sides = {slot: ComposeSide(factors=each) for slot, each in factors.items()}
-        stages: list[ComposeWeights | None] = [None, None]
+        stages: list[Weights] = [None, None]
         maps: Tensor | None = self.static_weight
         if maps is not None and not torch.is_grad_enabled():
             maps = maps.detach()  # views of it would ask for gradients, which torch's `FlopCounterMode` takes amiss
@@ -250,36 +250,37 @@ def pack(states: Tensor, side: ComposeSide | None, width: int = 0) -> Tensor:
     """
     if side is None:
         return functional.pad(states, (0, width - states.shape[-1])) if width > states.shape[-1] else states
-    extra = side.factors
+    extra, rows = side.factors, side.packed
+    if rows is not None and rows.shape[-1] >= width and rows.data_ptr() == states.data_ptr():
+        return rows
     if extra.shape[1] != states.shape[1]:  # (batch, key/value heads, key, query heads of each x channels)
         extra = extra.unflatten(1, (states.shape[1], -1)).transpose(2, 3).flatten(3)
     extra = extra.to(states.dtype)
     channels = states.shape[-1] + extra.shape[-1]
     padding = max(-extra.shape[-1] % CACHE_ROW_ALIGNMENT, width - channels)
     # Padding is never read: factors once more, where they are enough, spare the launch of a kernel for zeros.
-    filler = extra[..., :padding]
-    if padding > extra.shape[-1]:
-        filler = states.new_zeros(*states.shape[:-1], padding)
+    filler = extra[..., :padding] if padding <= extra.shape[-1] else states.new_zeros(*states.shape[:-1], padding)
     return torch.cat((states, extra, filler), dim=-1)
 
 
 def unpack(packed: Tensor, channels: int, like: ComposeSide | None, heads: int) -> tuple[Tensor, ComposeSide | None]:
     """Undo `pack`: states of this number of channels, and the key-wise weights of all keys, of the layout of `like`."""
-    if like is None:
-        return packed[..., :channels], None
-    return packed[..., :channels], ComposeSide(factors=_packed_factors(packed, channels, like, heads))
+    factors = _packed_factors(packed, channels, like, heads)
+    return packed[..., :channels], None if factors is None else ComposeSide(factors=factors)
 
 
-def _packed_factors(packed: Tensor, channels: int, like: ComposeSide, heads: int | None = None) -> Tensor:
+def _packed_factors(packed: Tensor, channels: int, like: ComposeSide | None, heads: int | None = None) -> Tensor | None:
     """The factors (batch, heads, key, factors) that rows hold after so many channels, for as many heads as `like`."""
+    if like is None:
+        return None
     number, kv_groups = like.factors.shape[-1], (heads or like.factors.shape[1]) // packed.shape[1]
     factors = packed[..., channels : channels + kv_groups * number]
     return factors.unflatten(3, (kv_groups, -1)).transpose(2, 3).flatten(1, 2) if kv_groups > 1 else factors
 
 
 def update_cache(
-    cache: Any, layer_idx: int, key: Tensor, value: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None
-) -> tuple[Tensor, Tensor, ComposeWeights | None, ComposeWeights | None]:
+    cache: Any, layer_idx: int, key: Tensor, value: Tensor, pre: Weights, post: Weights
+) -> tuple[Tensor, Tensor, Weights, Weights]:
     """
     Store keys and values (batch, key/value heads, new, head_dim) in a Transformers cache with their key-wise weights;
     return keys, values and weights of all cached tokens.
@@ -287,12 +288,11 @@ def update_cache(
     channels, (key_width, value_width) = key.shape[-1], allocated_widths(cache, layer_idx)
     pre_side, post_side = None if pre is None else pre.key, None if post is None else post.key
     key, value = cache.update(pack(key, pre_side, key_width), pack(value, post_side, value_width), layer_idx)
-    pre_factors = None if pre_side is None else _packed_factors(key, channels, pre_side)
-    post_factors = None if post_side is None else _packed_factors(value, channels, post_side)
-    if pre is not None and pre_factors is not None:
-        pre = pre._replace(key=ComposeSide(factors=pre_factors))
-    if post is not None and post_factors is not None:
-        post = post._replace(key=ComposeSide(factors=post_factors))
+    before, after = _packed_factors(key, channels, pre_side), _packed_factors(value, channels, post_side)
+    if pre is not None and before is not None:
+        pre = ComposeWeights(pre.query, ComposeSide(factors=before), pre.static, pre.groups)
+    if post is not None and after is not None:
+        post = ComposeWeights(post.query, ComposeSide(factors=after), post.static, post.groups)
     return key[..., :channels], value[..., :channels], pre, post
 
 

@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .plain_dcformer import attend_block, plain_attention
 from .plain_dcformer import compose as compose
-from .types_dcformer import AttentionInputs, Observer, Weights
+from .types_dcformer import AttentionInputs, Observer, Projected, Weights
 from .types_dcformer import ComposeSide as ComposeSide
 from .types_dcformer import ComposeWeights as ComposeWeights
 from .types_dcformer import map_tensors as map_tensors
@@ -57,11 +57,8 @@ class Backend:
 
     # Parts of a layer. None leaves them to the layer's own modules, which it must where somebody may observe these.
 
-    def projection(self, layer: Any, hidden_states: Tensor, position_embeddings: Any) -> tuple[Tensor, Tensor] | None:
-        """
-        All projections of an attention layer: queries, keys and values, normalised and rotated, (batch, length, all
-        heads x channels), and the factors of the composition's slots, (slots, batch, heads, length, channels).
-        """
+    def projection(self, layer: Any, hidden_states: Tensor, position_embeddings: Any) -> Projected | None:
+        """All of a layer's projections: queries and keys are normalised and rotated, key-wise factors may be packed."""
         return None
 
     def rotation(

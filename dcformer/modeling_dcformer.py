@@ -35,7 +35,7 @@ from .inputs_dcformer import (
     make_masks,
     takes_older_cache_name,
 )
-from .types_dcformer import ComposeWeights
+from .types_dcformer import Projected
 from .visibility_dcformer import Visibility
 
 
@@ -216,21 +216,21 @@ class DCFormerAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None,
         implementation: str | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, ComposeWeights | None, ComposeWeights | None]:
+    ) -> Projected:
         """Queries, keys and values, (batch, heads, length, channels), and the weights that compose their heads."""
-        pre = post = fused = rotated = None
+        pre = post = rotated = None
         compose, device = self.compose, hidden_states.device
         # Backends compute all of it at once, or parts, where they can.
         uses_kernels = (implementation or self.config._attn_implementation) != f"{PREFIX}plain"
         if uses_kernels and compose is not None:
             fused = compute_fused("projection", device, self, hidden_states, position_embeddings)
-        projected = self.qkv_proj(hidden_states) if fused is None else fused[0]
+            if fused is not None:
+                return fused
+        projected = self.qkv_proj(hidden_states)
         projected = projected.view(*hidden_states.shape[:-1], -1, self.head_dim)  # (batch, length, all heads, channels)
         numbers = self.num_heads, self.num_key_value_heads, self.num_key_value_heads
         query, key, value = projected.split_with_sizes(numbers, dim=2)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        if compose is not None and fused is not None:
-            return query, key, value, *compose.weights_of(dict(zip(compose.slots, fused[1].unbind(0))))
         if uses_kernels:
             norms = self.q_norm, self.k_norm
             rotated = compute_fused("rotation", device, query, key, norms, position_embeddings)

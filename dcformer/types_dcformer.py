@@ -25,6 +25,8 @@ class ComposeSide:
         ValueError: if too little or too much is given, or shapes do not fit.
     """
 
+    packed: Tensor | None = None  # rows as `pack` makes them of states and these factors, where both lie in them
+
     def __init__(
         self,
         w1: Tensor | None = None,
@@ -85,6 +87,7 @@ class ComposeWeights(NamedTuple):
 
 
 Weights: TypeAlias = ComposeWeights | None
+Projected: TypeAlias = tuple[Tensor, Tensor, Tensor, Weights, Weights]  # query, key, value, pre and post
 # Called with the name of a map and the map, (batch, heads, query, key); what it returns replaces it.
 Observer: TypeAlias = Callable[[str, Tensor], Tensor]
 

@@ -28,7 +28,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from dcformer.dcmha import AttentionInputs, Visibility, composed_attention
+from dcformer.compose_dcformer import pack
+from dcformer.dcmha import AttentionInputs, ComposeSide, Visibility, composed_attention
 from dcformer.kernels.call import Call
 from dcformer.kernels.cpu import backend as native
 from dcformer.kernels.cpu import build
@@ -299,6 +300,20 @@ def not_installed(not_yet_loaded, monkeypatch, tmp_path):
     monkeypatch.setenv("DCFORMER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "FLAGS", ("-O0", *build.FLAGS[1:]))
     return tmp_path
+
+
+def test_keys_and_values_are_projected_into_rows_of_a_cache_unless_somebody_replaces_them():
+    attention, states = tiny_model().model.layers[0].self_attn, torch.randn(3, 2, 32)
+    with torch.no_grad():
+        _, key, value, pre, post = attention.project(states, None)
+    for given, side in ((key, pre.key), (value, post.key)):
+        rows = pack(given, side)
+        assert rows is side.packed
+        for others in (pack(given.clone(), side), pack(given, ComposeSide(factors=side.factors))):
+            factors = given.shape[-1] + side.factors.shape[-1]
+            assert rows.shape == others.shape and torch.equal(rows[..., :factors], others[..., :factors])
+        assert pack(given, side, rows.shape[-1] + 8).shape[-1] == rows.shape[-1] + 8
+        assert torch.equal(pack(given + 1, side)[..., : given.shape[-1]], given + 1)
 
 
 def test_structures_of_another_size_are_refused(not_yet_loaded, monkeypatch):

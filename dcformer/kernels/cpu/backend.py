@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from transformers.activations import GELUActivation, GELUTanh
 
 from ...compose_dcformer import DCFormerCompose
+from ...configuration_dcformer import CACHE_ROW_ALIGNMENT
 from ...dcmha import Backend
 from ...modeling_dcformer import DCFormerRMSNorm
-from ...types_dcformer import AttentionInputs
+from ...types_dcformer import AttentionInputs, Projected
 from ...visibility_dcformer import Visibility
 from ..call import (
     DIFFERENTIABLE,
@@ -48,7 +49,7 @@ _ACTIVATIONS = {GELUActivation: 0, GELUTanh: 1}
 # The structures of `csrc/call.h` and `csrc/factors.h`: numbers, then views of tensors, each of 7 numbers.
 _NO_VIEW = (0,) * 7
 _CALL = struct.Struct(f"13q d {7 * 25}q")
-_PROJECTION = struct.Struct(f"12q 3d {7 * 12}q")
+_PROJECTION = struct.Struct(f"10q 3d {7 * 17}q")
 
 
 class CPUBackend(Backend):
@@ -70,7 +71,7 @@ class CPUBackend(Backend):
             return attention_op(*call)
         return _forward(call)[0]
 
-    def projection(self, layer: Any, hidden_states: Tensor, position_embeddings: Any) -> tuple[Tensor, Tensor] | None:
+    def projection(self, layer: Any, hidden_states: Tensor, position_embeddings: Any) -> Projected | None:
         """Project a few tokens, whose weights are read once."""
         (batch, length, _), compose, linear = hidden_states.shape, layer.compose, layer.qkv_proj
         if torch.is_grad_enabled() or not 0 < batch * length <= FEW_TOKENS or torch.is_autocast_enabled("cpu"):
@@ -104,17 +105,32 @@ class CPUBackend(Backend):
                 return None
         if hidden is gate is None:
             return None
-        channels = 2 * compose.rank * (hidden is not None) + (gate is not None)
-        factors = hidden_states.new_empty(len(slots), batch, length, compose.groups * compose.heads, channels)
-        factors = factors.transpose(2, 3)  # (slots, batch, heads, length, channels)
-        projected = hidden_states.new_empty(batch, length, linear.out_features)
-        # The states, checked last, have strides that matter, unlike the weights.
-        views[-len(_NO_VIEW) :] = _views(hidden_states, factors[0], cosine, sine, projected)
-        branches = sum(map((1).__lshift__, slots))
-        numbers = batch, length, compose.groups, compose.heads, activation, branches, factors.stride(0)
-        heads = layer.head_dim, layer.num_heads, layer.num_key_value_heads
-        _run("dcformer_project", _PROJECTION, *numbers, *heads, *eps, *views)
-        return projected, factors
+        number = 2 * compose.rank * (hidden is not None) + (gate is not None)  # of factors
+        heads, key_heads, width = layer.num_heads, layer.num_key_value_heads, layer.head_dim
+        # Factors lie behind the queries of their head; key-wise ones behind keys and values, in rows as a cache has
+        # them, if there are as many heads of those.
+        behind = [slot for slot in slots if slot % 2 == 0 or key_heads != heads]
+        rows = hidden_states.new_zeros(batch, length, heads, width + len(behind) * number).transpose(1, 2)
+        query, *parts = rows.split_with_sizes((width, *[number] * len(behind)), dim=3)
+        factors, packed, states = dict(zip(behind, parts)), {}, []
+        for slot in (1, 3):
+            sizes = (width, number, -number % CACHE_ROW_ALIGNMENT) if slot in slots and slot not in behind else (width,)
+            rows = hidden_states.new_zeros(batch, length, key_heads, sum(sizes)).transpose(1, 2)
+            state, *parts = rows.split_with_sizes(sizes, dim=3)
+            states.append(state)
+            if parts:
+                factors[slot], packed[slot] = parts[0], rows
+        key, value = states
+        # The hidden states, checked last, have strides that matter, unlike the weights.
+        written = query, key, value, *map(factors.get, range(4))
+        views[-len(_NO_VIEW) :] = _views(hidden_states, cosine, sine, *written)
+        shape = batch, length, compose.groups, compose.heads, activation, width, heads, key_heads
+        _run("dcformer_project", _PROJECTION, *shape, *eps, *views)
+        pre, post = compose.weights_of(factors)
+        for slot, composition in ((1, pre), (3, post)):
+            if composition is not None and composition.key is not None:
+                composition.key.packed = packed.get(slot)
+        return query, key, value, pre, post
 
 
 def _forward(given: Call, log_sums: Tensor | None = None) -> tuple[Tensor, Any]:

@@ -10,7 +10,6 @@ enum Activation : int64_t { GELU = 0, GELU_TANH = 1 };
 struct Projection {
     Threads threads;
     int64_t batch, length, groups, heads, activation;  // heads of a group
-    int64_t branches, stride;                  // bits of which of the weights' 4; distance between their factors
     int64_t head_dim, query_heads, key_heads;  // those of the values come last, and are not normalised or rotated
     double norm_eps, query_eps, key_eps;
     View hidden_weight;         // (hidden, groups, 4, inner), contiguous; inner = 2 rank x heads
@@ -19,9 +18,9 @@ struct Projection {
     View weight, bias;          // (rows, hidden), contiguous; no bias, or (rows)
     View query_norm, key_norm;  // (head_dim), or nothing
     View states;                // (batch, -, position, channel), channels contiguous
-    View factors;               // (batch, all heads, position, 2 rank + gate) of the first branch
     View cosine, sine;          // float32 (batch, -, position, rotary channel), or nothing
-    View projected;             // (batch, -, position, row)
+    View query, key, value;     // (batch, heads, position, head_dim)
+    View factors[4];            // (batch, all heads, position, 2 rank + gate) of each branch, or nothing
 };
 
 inline float activated(float x, int64_t activation) {
@@ -105,13 +104,14 @@ inline void project_head(const Projection& call, int64_t head, int64_t token, co
 }
 
 void project(const Projection& call) {
-    const int64_t tokens = call.batch * call.length, heads = call.heads, R = call.factors.channels / 2,
-                  inner = 2 * R * heads;
-    const int64_t size = call.states.channels, D = call.head_dim, all_heads = call.projected.channels / D;
+    int64_t channels = 0;
+    for (const View& factors : call.factors) channels = most(channels, factors.channels);
+    const int64_t tokens = call.batch * call.length, heads = call.heads, R = channels / 2, inner = 2 * R * heads;
+    const int64_t size = call.states.channels, D = call.head_dim, all_heads = call.query_heads + 2 * call.key_heads;
     const int64_t hidden_columns = call.groups * 4 * inner, first_gate = rounded_up(hidden_columns, 16);
     const int64_t gate_columns = call.gate_weight.type == NONE ? 0 : call.groups * 4 * heads;
     const int64_t columns = first_gate + rounded_up(gate_columns, 16);
-    const int64_t workers = most(1, least(call.threads.number, size * (columns + call.projected.channels) >> 16));
+    const int64_t workers = most(1, least(call.threads.number, size * (columns + all_heads * D) >> 16));
     const Floats states(tokens * size), rows(workers * D), low_rank(inner);  // [w1 of each rank, w2 of each rank][head]
     const Floats sums(workers * tokens * columns);  // [worker][token][hidden, then gate columns]
     for (int64_t n = 0; n < tokens; n++)
@@ -119,12 +119,15 @@ void project(const Projection& call) {
                  states.part(n, size));
     const auto multiply = [&](int64_t w) {
         float* row = rows.part(w, D);
-        for (int64_t head = w * all_heads / workers; head < (w + 1) * all_heads / workers; head++)
+        for (int64_t head = w * all_heads / workers; head < (w + 1) * all_heads / workers; head++) {
+            const int64_t other = head - call.query_heads;  // of the keys and values, unless it is negative
+            const View& to = other < 0 ? call.query : other < call.key_heads ? call.key : call.value;
             for (int64_t n = 0; n < tokens; n++) {
                 project_head(call, head, n, states.part(n, size), row);
-                write_row(call.projected, offset_of(call.projected, n / call.length, 0, n % call.length) + head * D,
-                          row, D, 1.0f);
+                const int64_t number = other < 0 ? head : other % call.key_heads;
+                write_row(to, offset_of(to, n / call.length, number, n % call.length), row, D, 1.0f);
             }
+        }
         const int64_t from = w * size / workers, to = (w + 1) * size / workers;
         for (int64_t n = 0; n < tokens; n++) {
             float *partial = sums.zeros(w * tokens + n, columns), *x = states.part(n, size);
@@ -146,8 +149,9 @@ void project(const Projection& call) {
     float* maps = low_rank.part(0, inner);
     for (int64_t n = 0; n < tokens; n++)
         for (int64_t g = 0; g < call.groups; g++)
-            for (int64_t branch = g * 4, i = 0; branch < g * 4 + 4; branch++) {
-                if (!(call.branches >> (branch - g * 4) & 1)) continue;
+            for (int64_t branch = g * 4; branch < g * 4 + 4; branch++) {
+                const View& factors = call.factors[branch - g * 4];
+                if (factors.type == NONE) continue;
                 float* hidden = totals + n * columns + branch * inner;
                 const float* gates = totals + n * columns + first_gate + branch * heads;
                 for (int64_t k = 0; k < inner; k++) {
@@ -166,10 +170,9 @@ void project(const Projection& call) {
                     float row[2 * 8 + 1];
                     for (int64_t r = 0; r < 2 * R; r++) row[r] = maps[r * heads + h];
                     if (gate_columns) row[2 * R] = tanhf(gates[h]);
-                    const int64_t at = offset_of(call.factors, n / call.length, g * heads + h, n % call.length);
-                    write_row(call.factors, i * call.stride + at, row, 2 * R + (gate_columns > 0), 1.0f);
+                    const int64_t at = offset_of(factors, n / call.length, g * heads + h, n % call.length);
+                    write_row(factors, at, row, 2 * R + (gate_columns > 0), 1.0f);
                 }
-                i++;
             }
 }
 
