@@ -13,12 +13,13 @@ from torch.utils._device import DeviceContext
 from ..common.dtypes import dtype_name
 from ..compose_dcformer import DCFormerCompose
 from ..modeling_dcformer import DCFormerRMSNorm
-from ..types_dcformer import AttentionInputs
+from ..types_dcformer import AttentionInputs, ComposeWeights
 
 
 LOG2_E = 1.4426950408889634
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_RANK = 8
+_NOTHING = ComposeWeights()
 _ORIGINALS = (
     *(torch._C._nn.linear, torch._C._nn.gelu, torch._C._VariableFunctions.bmm, torch._C._VariableFunctions.tanh),
     *(functional.rms_norm, nn.Linear.forward, DCFormerRMSNorm.forward, DCFormerCompose.forward),
@@ -54,16 +55,10 @@ class Call(NamedTuple):
     def of(cls, inputs: AttentionInputs) -> "Call":
         """The call with these arguments, whose compositions have the same groups."""
         tensors: list[Any] = list(inputs[:3])
-        groups = 1
-        for weights in (inputs.pre, inputs.post):
-            if weights is None:
-                tensors += (None, None, None)
-                continue
-            query, key, static, groups_here = weights
+        groups, mask = 1, inputs.mask
+        for query, key, static, own_groups in (inputs.pre or _NOTHING, inputs.post or _NOTHING):
             tensors += (None if query is None else query.factors, None if key is None else key.factors, static)
-            if not (query is None and key is None and static is None):
-                groups = groups_here
-        mask = inputs.mask
+            groups = groups if query is None and key is None and static is None else own_groups
         tensors += (mask.padding, mask.sequence_ids, mask.dense)
         numbers: list[Any] = [groups, mask.is_causal, mask.sliding_window, mask.query_offset, inputs.scaling]
         return cls(*tensors, *numbers)
@@ -102,8 +97,8 @@ class Call(NamedTuple):
 def groups_of(inputs: AttentionInputs) -> list[int]:
     """Groups of heads of each composition that changes something."""
     groups = []
-    for weights in (inputs.pre, inputs.post):
-        if weights is not None and (weights.query, weights.key, weights.static) != (None, None, None):
+    for weights in (inputs.pre or _NOTHING, inputs.post or _NOTHING):
+        if weights[:3] != (None, None, None):
             groups.append(weights.groups)
     return groups
 
@@ -111,14 +106,14 @@ def groups_of(inputs: AttentionInputs) -> list[int]:
 def why_no_kernel(inputs: AttentionInputs) -> str | None:
     """Why no kernel of this folder computes a call, as the end of a sentence; None if nothing here forbids it."""
     dense, tensors = inputs.mask.dense, list(inputs[:3])
-    for weights in (inputs.pre, inputs.post):
-        for side in () if weights is None else (weights.query, weights.key):
+    for *sides, static, _ in (inputs.pre or _NOTHING, inputs.post or _NOTHING):
+        for side in sides:
             if side is not None:
                 tensors.append(side.factors)
                 if side.factors.shape[3] // 2 > MOST_RANK:
                     return f"it takes low-rank maps of rank {MOST_RANK} at most, not {side.rank}"
-        if weights is not None and weights.static is not None:
-            tensors.append(weights.static)
+        if static is not None:
+            tensors.append(static)
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
             return f"it takes float32, bfloat16 and float16, not {dtype_name(tensor.dtype)}"
@@ -153,17 +148,14 @@ def is_traced() -> bool:
 
 
 def are_replaced(*expected: tuple[nn.Module | None, type | None]) -> bool:
-    """
-    Tell whether one of these modules is not of the expected class (None: of any), or has hooks or a forward pass of its
-    own, or hooks for all modules or transforms of torch.func are at work.
-    """
+    """Tell whether modules are not of the expected class (None: any), or observed, or torch.func transforms them."""
     for module, kind in expected:
         if module is not None:
             if type(module) is not (kind or type(module)) or "forward" in module.__dict__:
                 return True
-            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+            if module._forward_hooks or module._forward_pre_hooks:
                 return True
-            if module._backward_pre_hooks:
+            if module._backward_hooks or module._backward_pre_hooks:
                 return True
     return _has_any_global_hook() or why_transformed() is not None
 

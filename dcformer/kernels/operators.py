@@ -26,14 +26,14 @@ ARGUMENTS = (
 
 def register_op(
     name: str,
-    schema: str,
     function: Callable[..., Any],
     flops: Callable[..., int],
     fake: Callable[..., Any] = new_output,
+    schema: str | None = None,
 ) -> Any:
     """
-    Register `torch.ops.dcformer.NAME`; `fake` returns new tensors of the sizes, types and strides of its results, and
-    `flops` what `FlopCounterMode` counts: products of matrices, as many as plain PyTorch would make.
+    Register `torch.ops.dcformer.NAME`, with the schema of the function's annotations if there is none; `fake` returns
+    results without values, and `flops` what `FlopCounterMode` counts: the products of matrices of plain PyTorch.
     """
     made = torch.library.custom_op(f"dcformer::{name}", function, mutates_args=(), schema=schema)
     made.register_fake(fake)
@@ -100,9 +100,9 @@ def differentiable_op(
         return attention_flops(*arguments[:-1], is_backward=True)
 
     schema = f"({ARGUMENTS}) -> (Tensor, Tensor)"
-    forward_op = register_op(f"{name}_forward", schema, forward, attention_flops, forward_fake)
+    forward_op = register_op(f"{name}_forward", forward, attention_flops, forward_fake, schema)
     schema = f"(Tensor output_gradient, {ARGUMENTS}, Tensor log_sums) -> Tensor[]"
-    backward_op = register_op(f"{name}_backward", schema, backward, backward_flops, backward_fake)
+    backward_op = register_op(f"{name}_backward", backward, backward_flops, backward_fake, schema)
     forward_op.register_autograd(gradients, setup_context=save_for_backward)
     backward_op.register_autograd(refuse_second_derivatives)
     return forward_op

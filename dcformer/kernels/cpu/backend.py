@@ -182,7 +182,7 @@ def _backward(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
 
 forward_op = differentiable_op("native", _forward_for_gradients, _backward, "C++")
 attention_op = register_op(
-    "native_attention", f"({ARGUMENTS}) -> Tensor", lambda *call: _forward(Call(*call))[0], attention_flops
+    "native_attention", lambda *call: _forward(Call(*call))[0], attention_flops, schema=f"({ARGUMENTS}) -> Tensor"
 )
 
 

@@ -4,9 +4,9 @@ Gradients of composed attention on GPUs, over a bounded workspace and without at
 Only the inputs and the logarithms of the softmax's sums are kept from the forward pass. A chunk of queries at a time:
 
 1. `scores_fwd_kernel`: scores, and gradients of composed weights, by matrix products;
-2. `weights_bwd_kernel`: weights, composed weights, and by part of the keys the softmax's delta, the sum over the keys
+2. `weights_fwd_kernel`: weights, composed weights, and by part of the keys the softmax's delta, the sum over the keys
    of a weight times its gradient, for which all heads are needed (it is not the sum of output times gradient); where
-   these need too many registers, `Sizes.IS_SPLIT`, three kernels do it;
+   these need too many registers, `Sizes.IS_SPLIT`, in three launches;
 3. `compose_bwd_kernel`: gradients of composed scores, then those of scores, and what each query adds to the gradients
    of the keys' factors, which `key_factors_bwd_kernel` sums up;
 4. `query_factors_bwd_kernel`: those of the queries' factors and of the static map follow from the gradient of a query's
@@ -20,7 +20,7 @@ gradient of a key's w1 is a times the sums of d, of w2 it is d times the sums of
 summed over the queries. For 16-bit inputs d is in float16, times a power of 2 that keeps it in that type's range.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -30,7 +30,7 @@ from torch import Tensor
 from ..call import DIFFERENTIABLE, LOG2_E, Call, cdiv
 from . import attention_forward as forward
 from . import blocks
-from .tuning import PART, QUERY_FACTORS, REDUCING, Sizes, constant, product_tile
+from .tuning import PART, QUERY_FACTORS, REDUCING, Sizes, product_tile
 from .workspace import Mask, Stage, States, Work, plan_chunks
 
 
@@ -38,8 +38,8 @@ def composed_backward(
     output_gradient: Tensor, call: Call, log_sums: Tensor, workspace_bytes: int
 ) -> tuple[Tensor | None, ...]:
     """
-    Gradients of the first nine tensors of a call, in their types and shapes, within so many bytes beside inputs and
-    gradients; `log_sums` are those of [`composed_forward`]. What is not seen or sees nothing has gradients of zero.
+    Gradients of the first nine tensors of a call, within so many bytes beside, with the `log_sums` of
+    [`composed_forward`]; zeros for what is not seen or sees nothing.
     """
     query, key, value = call.query, call.key, call.value
     sizes, mask, (pre, post) = Sizes.of(call, is_forward=False), Mask.of(call), Stage.both(call)
@@ -57,47 +57,26 @@ def composed_backward(
         forward.launch_scores(work, output_gradient, value, gradients, 1.0, norms)
         matrices, part_deltas = forward.launch_matrices(work, pre, post, scores), work.new_parts(scores)
         part_totals = work.new_parts(scores) if scores.dtype == torch.float32 else None
-        shared = {"post": post, "matrices": matrices, "gradients": gradients, "weights": weights}
-        shared |= {"part_deltas": part_deltas, "part_totals": part_totals, **work.compose_options()}
-        if sizes.IS_SPLIT:
-            forward.launch_weights(work, pre, post, scores, matrices, log_sums, weights)
-            deltas_bwd_kernel[work.compose_grid()](*work.arguments(), **shared)
-            forward.launch_compose(work, post, weights, matrices, composed)
-        else:
-            weights_bwd_kernel[work.compose_grid()](
-                *work.arguments(), pre=pre, scores=scores, log_sums=log_sums, composed=composed, **shared
-            )
+        inputs = {"pre": pre, "post": post, "matrices": matrices, "log_sums": log_sums, "gradients": gradients}
+        forward.launch_weights(work, scores, weights, composed, part_deltas, part_totals, **inputs)
         forward.launch_reduce_parts(work, None, part_deltas, deltas)
         if part_totals is not None:
             # Logarithms of large scores are rounded so far that weights do not add up to 1. Divided by what they add up
             # to, the gradients of a query's scores add up to 0; a query that sees no key has 0 here.
             forward.launch_reduce_parts(work, None, part_totals, totals)
             deltas /= totals.clamp(min=0.5)
-        after = Composition(post, weights, gradients, gradients, 1.0, norms, deltas, constant(1))
-        _launch_compose_bwd(work, after, matrices, *results[6:])
-        before = Composition(pre, scores, gradients, score_gradients, call.scaling, norms, None, constant(0))
-        _launch_compose_bwd(work, before, matrices, *results[3:6])
+        of_post = {"inputs": weights, "gradients": gradients, "norms": norms}
+        _launch_compose_bwd(work, post, matrices, deltas, gradients, 1.0, results[6:], **of_post)
+        of_pre = {"inputs": scores, "gradients": gradients, "norms": norms}
+        _launch_compose_bwd(work, pre, matrices, None, score_gradients, call.scaling, results[3:6], **of_pre)
         _launch_dkv(work, composed, output_gradient, results[2])
         forward.launch_output(work, score_gradients, key, results[0])
         _launch_dkv(work, score_gradients, query, results[1])
         # Their memory is that of the next chunk.
-        del scores, gradients, weights, composed, score_gradients, matrices, part_deltas, part_totals, shared
-        del after, before
+        del scores, gradients, weights, composed, score_gradients, matrices, part_deltas, part_totals, inputs
+        del of_post, of_pre
     tensors: Any = call[:DIFFERENTIABLE]
     return tuple(None if result is None else result.to(tensor.dtype) for result, tensor in zip(results, tensors))
-
-
-class Composition(NamedTuple):
-    """One composition of a chunk, before or after the softmax, to be differentiated."""
-
-    stage: Stage
-    inputs: Tensor  # (batch, head, row, column), as the next two
-    gradients: Tensor  # of its outputs
-    input_gradients: Tensor | None  # after the softmax those of the softmax's inputs
-    scale: float  # of the input gradients
-    norms: Tensor | None  # which say how gradients of 16-bit inputs are scaled
-    deltas: Tensor | None  # (batch, heads, query), after the softmax
-    INDEX: tl.constexpr  # 0 before the softmax, 1 after it
 
 
 def _bytes_per_column(sizes: Sizes, query: Tensor, *stages: Stage) -> int:
@@ -118,48 +97,49 @@ def _largest_norms(*tensors: Tensor) -> Tensor | None:
     return largest
 
 
-def _launch_compose_bwd(work: Work, of: Composition, matrices: Tensor, dquery: Any, dkey: Any, dstatic: Any) -> None:
-    """Compute the gradients of the inputs of a composition, and of its factors and static map, where there are any."""
-    mask, chunk, sizes = work
-    rows, numbers = min(chunk.rows, mask.queries - chunk.start), of.stage.key.NUMBER.value * sizes.ALL_HEADS
-    scale = 1 / LOG2_E if of.deltas is None else 1.0  # which scores hold
+def _launch_compose_bwd(
+    work: Work, stage: Stage, matrices: Tensor, deltas: Any, into: Any, scale: float, results: Any, **inputs: Any
+) -> None:
+    """
+    Compute gradients of a composition's inputs times `scale`, or with `deltas`, after the softmax, of the softmax's
+    inputs; and `results`: those of the factors of queries, of keys and of the static map, where there are any.
+    """
+    (mask, chunk, sizes), (dquery, dkey, dstatic) = work, results
+    rows, numbers = min(chunk.rows, mask.queries - chunk.start), stage.key.NUMBER.value * sizes.ALL_HEADS
+    inputs |= {"stage": stage}
+    factor_scale = 1 / LOG2_E if deltas is None else 1.0  # which scores hold
     if dquery is not None or dstatic is not None:
-        dmatrices = None if dstatic is None else matrices.new_empty(matrices[:, :, :, 0].shape, dtype=torch.float32)
+        shape = matrices[:, :, :, 0].shape
+        dmatrices: Any = None if dstatic is None else matrices.new_empty(shape, dtype=torch.float32)
         # Grid: a query, 1, a group of heads in a row of the batch.
         grid = chunk.rows, 1, chunk.number * sizes.GROUPS
-        inputs = {"stage": of.stage, "inputs": of.inputs, "gradients": of.gradients, "norms": of.norms}
-        outputs = {"dquery": dquery, "dmatrices": dmatrices, "scale": scale}
+        outputs = {"dquery": dquery, "dmatrices": dmatrices, "scale": factor_scale}
         query_factors_bwd_kernel[grid](*work.arguments(), **inputs, **outputs, **QUERY_FACTORS)
-        if dstatic is not None and dmatrices is not None:
+        if dstatic is not None:
             dstatic += dmatrices[:, :rows, :, : sizes.HEADS, : sizes.HEADS].sum((0, 1))
     sums = None
     if dkey is not None:
         shape = chunk.number, chunk.rows // sizes.COMPOSE_M, chunk.columns, numbers
-        sums = of.inputs.new_empty(shape, dtype=torch.float32)
-    launches = [(of, sums, True, True)]
+        sums = matrices.new_empty(shape, dtype=torch.float32)
+    launches = [(into, 0 if dkey is None else 3)]
     if sizes.IS_SPLIT and dkey is not None:
-        without = of._replace(input_gradients=None)
-        launches = [(without, sums, True, False), (without, sums, False, True), (of, None, False, False)]
+        launches = [(None, 1), (None, 2), (into, 0)]
     # Without maxnreg ptxas limits some forms of this kernel to 32 registers, and they spill.
-    options = {"matrices": matrices, "maxnreg": 255, **work.compose_options()}
-    for each, its_sums, sum_w1, sum_w2 in launches:
-        compose_bwd_kernel[work.compose_grid()](
-            *work.arguments(), of=each, sums=its_sums, SUM_W1=sum_w1, SUM_W2=sum_w2, **options
-        )
+    inputs |= {"matrices": matrices, "scale": scale, "deltas": deltas, "sums": sums, "maxnreg": 255}
+    for each, of_keys in launches:
+        options = {"into": each, "SUMS": of_keys, **work.compose_options()}
+        compose_bwd_kernel[work.compose_grid()](*work.arguments(), **inputs, **options)
     if dkey is not None:
         block_n, block = 16, 64
         # Grid: a block of keys, a block of factors x heads, a row of the batch.
         grid = cdiv(mask.keys, block_n), cdiv(numbers, block), chunk.number
+        tensors = {"stage": stage, "sums": sums, "dkey": dkey, "scale": factor_scale}
         options = {"BLOCK": block, "BLOCK_N": block_n, "IS_FIRST": chunk.start == 0, **REDUCING}
-        key_factors_bwd_kernel[grid](*work.arguments(), stage=of.stage, sums=sums, dkey=dkey, scale=scale, **options)
+        key_factors_bwd_kernel[grid](*work.arguments(), **tensors, **options)
 
 
 def _launch_dkv(work: Work, weights: Tensor, q: Tensor, gradients: Any) -> None:
-    """
-    Compute gradients += weights^T . q over the queries of a chunk and the heads that a key/value head serves: gradients
-    of values, with the output's gradient as q, or of keys, with gradients of scores as the weights. The first chunk of
-    a row of the batch sets them.
-    """
+    """Add weights^T . q over a chunk's queries and a key/value head's heads; a batch row's first chunk sets them."""
     mask, chunk, sizes = work
     block, step = product_tile(q)
     # Grid: a block of channels, a block of keys, a key/value head of a row of the batch.
@@ -170,96 +150,55 @@ def _launch_dkv(work: Work, weights: Tensor, q: Tensor, gradients: Any) -> None:
 
 
 @triton.jit
-def _store_deltas(e, d, matrix, mask, chunk, sizes, tile, row, post, factors, part_deltas, part_totals):
-    """Store by part of the keys the sums of weights e times their gradients, from those d of composed weights."""
-    p, _sums = blocks.compose_heads(d, blocks.to_accumulator(d, tile.eye), matrix, factors, tile.eye, post, True)
-    offsets = blocks.part_offsets(chunk, tile.group, row, sizes)
-    tl.store(part_deltas + offsets, blocks.sum_parts(e * p, sizes), mask=tile.group.is_head[None, :])
-    if part_totals is not None:
-        tl.store(part_totals + offsets, blocks.sum_parts(e, sizes), mask=tile.group.is_head[None, :])
-
-
-@triton.jit
-def weights_bwd_kernel(
-    mask, chunk, sizes, pre, post, scores, log_sums, matrices, gradients, weights, composed, part_deltas, part_totals
+def compose_bwd_kernel(
+    mask, chunk, sizes, stage, matrices, inputs, gradients, norms, scale, deltas, into, sums, SUMS: tl.constexpr
 ):
-    """Weights from scores, composed weights, and deltas by part of the keys, with totals of the weights if wanted."""
-    tile = blocks.program_tile(mask, chunk, sizes, scores.dtype.element_ty)
-    if tile.is_seen:
-        pre_factors = blocks.load_key_factors(pre, tile, scores.dtype.element_ty)
-        factors = blocks.load_key_factors(post, tile, scores.dtype.element_ty)
-        for row in range(tile.first_row, tile.end_row):
-            a = blocks.load_tile(scores, chunk, tile, row)
-            d = blocks.load_tile(gradients, chunk, tile, row)
-            e = blocks.softmax_weights(a, mask, chunk, sizes, tile, row, matrices, log_sums, pre, pre_factors)
-            blocks.store_tile(weights, e, chunk, tile, row)
-            matrix = tl.load(blocks.matrix_pointers(matrices, chunk, tile.group, row, 1, sizes))
-            _store_deltas(e, d, matrix, mask, chunk, sizes, tile, row, post, factors, part_deltas, part_totals)
-            y, _sums = blocks.compose_heads(e.to(a.dtype), e, matrix, factors, tile.eye, post, False)
-            blocks.store_tile(composed, y, chunk, tile, row)
-    else:
-        blocks.store_zeros(composed, mask, chunk, sizes, tile)
-
-
-@triton.jit
-def deltas_bwd_kernel(mask, chunk, sizes, post, matrices, gradients, weights, part_deltas, part_totals):
-    """Deltas by part of the keys and, if wanted, totals of the weights."""
-    tile = blocks.program_tile(mask, chunk, sizes, weights.dtype.element_ty)
-    if tile.is_seen:
-        factors = blocks.load_key_factors(post, tile, weights.dtype.element_ty)
-        for row in range(tile.first_row, tile.end_row):
-            e = blocks.to_accumulator(blocks.load_tile(weights, chunk, tile, row), tile.eye)
-            d = blocks.load_tile(gradients, chunk, tile, row)
-            matrix = tl.load(blocks.matrix_pointers(matrices, chunk, tile.group, row, 1, sizes))
-            _store_deltas(e, d, matrix, mask, chunk, sizes, tile, row, post, factors, part_deltas, part_totals)
-
-
-@triton.jit
-def compose_bwd_kernel(mask, chunk, sizes, of, matrices, sums, SUM_W1: tl.constexpr, SUM_W2: tl.constexpr):
     """
-    Backward of one composition: gradients of its inputs, or after the softmax of the softmax's inputs; and sums over
-    the program's queries for the gradients of the keys' factors, (batch, block of queries, column, factors, heads): if
-    SUM_W1 those of w1 and the gate, and if SUM_W2 those of w2.
+    Gradients of a composition's inputs (after the softmax, of the softmax's inputs), if they go `into` a tensor; and
+    sums over queries for those of the keys' factors, (batch, block of queries, column, factors, heads): of w1 and the
+    gate (SUMS 1), of w2 (2), or of all (3).
     """
-    RANK: tl.constexpr = of.stage.key.RANK
-    tile = blocks.program_tile(mask, chunk, sizes, of.inputs.dtype.element_ty)
+    SUM_W1: tl.constexpr = SUMS % 2
+    SUM_W2: tl.constexpr = SUMS // 2
+    RANK: tl.constexpr = stage.key.RANK
+    DTYPE: tl.constexpr = inputs.dtype.element_ty
+    tile = blocks.program_tile(mask, chunk, sizes, DTYPE)
     if tile.is_seen:
-        factors = blocks.load_key_factors(of.stage, tile, of.inputs.dtype.element_ty)
-        inverse, scale = 1.0, of.scale
-        if of.norms is not None:
-            inverse = 1.0 / blocks.load_gradient_scale(of.norms)
+        factors = blocks.load_key_factors(stage, tile, DTYPE)
+        inverse = 1.0
+        if norms is not None:
+            inverse = 1.0 / blocks.load_gradient_scale(norms)
             scale *= inverse
-        w1_sums = _zero_sums(RANK * SUM_W1, sizes)
-        w2_sums = _zero_sums(RANK * SUM_W2, sizes)
-        gate_sums = _zero_sums(of.stage.key.GATE * SUM_W1, sizes)
+        dw1, dw2, dgate = _zero_sums(RANK, sizes), _zero_sums(RANK, sizes), _zero_sums(stage.key.GATE, sizes)
         for row in range(tile.first_row, tile.end_row):
-            a = blocks.load_tile(of.inputs, chunk, tile, row)
-            d = blocks.load_tile(of.gradients, chunk, tile, row)
-            matrix = tl.load(blocks.matrix_pointers(matrices, chunk, tile.group, row, of.INDEX, sizes))
-            if of.deltas is not None:
-                delta = blocks.load_row(of.deltas, mask, tile.group, chunk.start + row, sizes)
+            a = blocks.load_tile(inputs, chunk, tile, row)
+            d = blocks.load_tile(gradients, chunk, tile, row)
+            matrix = tl.load(blocks.matrix_pointers(matrices, chunk, tile.group, row, deltas is not None, sizes))
+            if deltas is not None:
+                delta = blocks.load_row(deltas, mask, tile.group, chunk.start + row, sizes)
             d32 = blocks.to_accumulator(d, tile.eye)
-            p, d_sums = blocks.compose_heads(d, d32, matrix, factors, tile.eye, of.stage, True)
+            p, d_sums = blocks.compose_heads(d, d32, matrix, factors, tile.eye, stage, True)
             a32 = blocks.to_accumulator(a, tile.eye)
-            if of.input_gradients is not None:
-                p = a32 * (p - delta[None, :]) if of.deltas is not None else p * scale
-                blocks.store_tile(of.input_gradients, p, chunk, tile, row)
+            if into is not None:
+                p = a32 * (p - delta[None, :]) if deltas is not None else p * scale
+                blocks.store_tile(into, p, chunk, tile, row)
             if SUM_W1:
-                w1_sums = _add_products(w1_sums, d_sums, a32)
+                dw1 = _add_products(dw1, d_sums, a32)
             if SUM_W2:
-                _y, a_sums = blocks.compose_heads(a, a32, matrix, factors, tile.eye, of.stage, False)
-                w2_sums = _add_products(w2_sums, a_sums, d32)
+                _y, a_sums = blocks.compose_heads(a, a32, matrix, factors, tile.eye, stage, False)
+                dw2 = _add_products(dw2, a_sums, d32)
             if SUM_W1:  # last: three registers fewer on compute capability 10.0
-                gate_sums = _add_products(gate_sums, (a32,) if of.stage.key.GATE else (), d32)
-        if sums is not None:
-            block = tile.group.batch_row * tl.num_programs(1) + tl.program_id(1)
-            offsets = (block * chunk.columns + tile.column)[:, None] * (of.stage.key.NUMBER * sizes.ALL_HEADS)
-            offsets += tile.group.offs_h[None, :]
-            _store_sums(sums + offsets, w1_sums, 0, inverse, tile, sizes)
-            _store_sums(sums + offsets, w2_sums, RANK, inverse, tile, sizes)
-            _store_sums(sums + offsets, gate_sums, 2 * RANK, inverse, tile, sizes)
-    elif (of.deltas is None) & (of.input_gradients is not None):
-        blocks.store_zeros(of.input_gradients, mask, chunk, sizes, tile)
+                dgate = _add_products(dgate, (a32,), d32)
+        block = tile.group.batch_row * tl.num_programs(1) + tl.program_id(1)
+        offsets = (block * chunk.columns + tile.column)[:, None] * (stage.key.NUMBER * sizes.ALL_HEADS)
+        offsets += tile.group.offs_h[None, :]
+        if SUM_W1:
+            _store_sums(sums + offsets, dw1, 0, inverse, tile, sizes)
+            _store_sums(sums + offsets, dgate, 2 * RANK, inverse, tile, sizes)
+        if SUM_W2:
+            _store_sums(sums + offsets, dw2, RANK, inverse, tile, sizes)
+    elif (deltas is None) & (into is not None):
+        blocks.store_zeros(into, mask, chunk, sizes, tile)
 
 
 @triton.jit
@@ -289,10 +228,7 @@ def _store_sums(pointers, sums, FIRST: tl.constexpr, scale, tile, sizes):
 
 @triton.jit
 def query_factors_bwd_kernel(mask, chunk, sizes, stage, inputs, gradients, norms, dquery, dmatrices, scale):
-    """
-    The gradient of one query's matrix, heads in by heads out, and from it those of its factors, (batch, heads, query,
-    factors).
-    """
+    """The gradient of one query's matrix [heads in, heads out], and from it those of its factors."""
     RANK: tl.constexpr = stage.query.RANK
     group, row = blocks.program_group(chunk, sizes), tl.program_id(0)
     t = chunk.start + row
@@ -328,10 +264,7 @@ def query_factors_bwd_kernel(mask, chunk, sizes, stage, inputs, gradients, norms
 def key_factors_bwd_kernel(
     mask, chunk, sizes, stage, sums, dkey, scale, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, IS_FIRST: tl.constexpr
 ):
-    """
-    Gradients of the keys' factors, (batch, heads, key, factors), to which are added `scale` times the sums of the
-    blocks of queries that were computed; the first chunk of a batch row sets them.
-    """
+    """Add `scale` times the sums of computed blocks of queries; the first chunk of a batch row sets the gradients."""
     NUMBER: tl.constexpr = stage.key.NUMBER
     batch_row = tl.program_id(2).to(tl.int64)
     b = batch_row + chunk.batch
@@ -384,15 +317,13 @@ def attention_bwd_kernel_dkv(
                 )
                 block_n = pid_n - base // sizes.BLOCK_N
                 stop = tl.where((block_n >= first) & (block_n < last), stop, 0)
-            is_query = offs_m < stop
             column = offs_n - blocks.first_key(mask, chunk.start, start, sizes)
             pointers = head_weights + (row[:, None] * chunk.columns + column[None, :])
-            w = tl.load(pointers, mask=is_query[:, None], other=0.0)
-            pointers = q.pointer + (blocks.state_offsets(q, b, h, offs_m.to(tl.int64))[:, None] + offs_d[None, :])
-            block = tl.load(pointers, mask=is_query[:, None] & (offs_d < q.CHANNELS)[None, :], other=0.0)
+            w = tl.load(pointers, mask=(offs_m < stop)[:, None], other=0.0)
+            pointers, is_inside = blocks.state_tile(q, b, h, offs_m, offs_d, stop)
+            block = tl.load(pointers, mask=is_inside, other=0.0)
             total = tl.dot(tl.trans(w), block, total, input_precision="ieee")
-    offsets = blocks.state_offsets(gradients, b, first_head, offs_n.to(tl.int64))[:, None] + offs_d[None, :]
-    is_inside = (offs_n < mask.keys)[:, None] & (offs_d < q.CHANNELS)[None, :]
+    pointers, is_inside = blocks.state_tile(gradients, b, first_head, offs_n, offs_d, mask.keys)
     if not IS_FIRST:
-        total += tl.load(gradients.pointer + offsets, mask=is_inside, other=0.0)
-    tl.store(gradients.pointer + offsets, total.to(gradients.pointer.dtype.element_ty), mask=is_inside)
+        total += tl.load(pointers, mask=is_inside, other=0.0)
+    tl.store(pointers, total.to(gradients.pointer.dtype.element_ty), mask=is_inside)

@@ -9,14 +9,14 @@ pass over the keys can do all. Instead a chunk of queries at a time has its scor
    queries and static maps do to scores, as a matrix for each query;
 2. `softmax_sums_fwd_kernel`: pre-composition, and each head's sum of exponentials by part of the keys;
 3. `reduce_parts_kernel`: the sums of all parts, as one logarithm a query and head;
-4. `weights_fwd_kernel`: pre-composition again, the exponential, and post-composition, in place of the scores (where
-   these need too many registers, `Sizes.IS_SPLIT`, the latter is `compose_fwd_kernel`'s);
+4. `weights_fwd_kernel`: pre-composition again, the exponential, and post-composition, in place of the scores; where
+   these need too many registers, `Sizes.IS_SPLIT`, in two launches;
 5. `output_fwd_kernel`: a matrix product of weights and values.
 
 Exponents are to base 2, with log2(e) in the scale of the scores.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -36,8 +36,8 @@ SCORE_TYPES = {torch.float32: torch.float32, torch.float16: torch.float16, torch
 
 def composed_forward(call: Call, workspace_bytes: int) -> tuple[Tensor, Tensor]:
     """
-    Composed attention (batch, heads, query, value channels) within so many bytes beside inputs and outputs, and the
-    logarithms to base 2 of the softmax's sums (batch, heads, query); for a query that sees no key zeros and infinity.
+    Output (batch, heads, query, value channels) and logarithms to base 2 of the softmax's sums (batch, heads, query),
+    within so many bytes beside; for a query that sees no key zeros and infinity.
     """
     query, value = call.query, call.value
     output = new_output(*call)
@@ -48,28 +48,22 @@ def composed_forward(call: Call, workspace_bytes: int) -> tuple[Tensor, Tensor]:
     for chunk in plan_chunks(call, sizes, bytes_per_column, workspace_bytes):
         work = Work(mask, chunk, sizes)
         scores = work.new_scores(query, SCORE_TYPES[query.dtype])
-        weights = scores.view(query.dtype)
         launch_scores(work, query, call.key, scores, call.scaling * LOG2_E)
         matrices = launch_matrices(work, pre, post, scores)
         largest, sums = work.new_parts(scores), work.new_parts(scores)
-        outputs = {"largest": largest, "sums": sums, **work.compose_options()}
-        softmax_sums_fwd_kernel[work.compose_grid()](
-            *work.arguments(), pre=pre, scores=scores, matrices=matrices, **outputs
-        )
+        inputs = {"pre": pre, "scores": scores, "matrices": matrices, **work.compose_options()}
+        softmax_sums_fwd_kernel[work.compose_grid()](*work.arguments(), **inputs, largest=largest, sums=sums)
         launch_reduce_parts(work, largest, sums, log_sums)
-        launch_weights(work, pre, post, scores, matrices, log_sums, scores if sizes.IS_SPLIT else weights)
-        if sizes.IS_SPLIT:
-            launch_compose(work, post, scores, matrices, weights)
-        launch_output(work, weights, value, output)
-        del scores, weights, matrices, largest, sums, outputs  # whose memory is that of the next chunk
+        weights, composed = scores if sizes.IS_SPLIT else None, scores.view(query.dtype)
+        inputs = {"pre": pre, "post": post, "matrices": matrices, "log_sums": log_sums, "gradients": None}
+        launch_weights(work, scores, weights, composed, **inputs)
+        launch_output(work, composed, value, output)
+        del scores, weights, composed, matrices, largest, sums, inputs  # whose memory is that of the next chunk
     return output, log_sums
 
 
 def launch_scores(work: Work, q: Any, k: Any, scores: Tensor, scale: float, norms: Tensor | None = None) -> None:
-    """
-    Compute scores (batch, head, row, column) of a chunk, scale * q k^T; or as gradients of weights the product of
-    output gradients and values, scaled by the largest norms of both, (2,).
-    """
+    """Compute scale * q k^T: scores or, of output gradients and values, gradients of weights, scaled by their norms."""
     # Products of float32 run outside of the tensor cores, in registers, which larger steps overflow.
     step = min(32 if q.dtype == torch.float32 else 64, max(16, next_power_of_2(q.shape[3])))
     chunk, sizes = work.chunk, work.sizes
@@ -84,10 +78,7 @@ def launch_scores(work: Work, q: Any, k: Any, scores: Tensor, scale: float, norm
 
 
 def launch_matrices(work: Work, pre: Stage, post: Stage, scores: Tensor) -> Tensor:
-    """
-    Compute (batch, row, group, 2, heads in, heads out), before and after the softmax: all that a query and the static
-    map do to a tile of scores, I + gate + w1 w2^T + static, as one matrix.
-    """
+    """Compute I + gate + w1 w2^T + static of queries: (batch, row, group, before and after the softmax, in, out)."""
     _, chunk, sizes = work
     matrices = scores.new_empty(chunk.number, chunk.rows, sizes.GROUPS, 2, sizes.HEADS_PADDED, sizes.HEADS_PADDED)
     # Grid: a query, before or after the softmax, a group of heads in a row of the batch.
@@ -106,19 +97,17 @@ def launch_reduce_parts(work: Work, largest: Tensor | None, sums: Tensor, result
 
 
 def launch_weights(
-    work: Work, pre: Stage, post: Stage, scores: Tensor, matrices: Tensor, log_sums: Tensor, weights: Tensor
+    work: Work, scores: Any, weights: Any, composed: Any, deltas: Any = None, totals: Any = None, **inputs: Any
 ) -> None:
-    """Compute weights from scores, composed where that is not another launch."""
-    inputs = {"pre": pre, "post": post, "scores": scores, "matrices": matrices, "log_sums": log_sums}
-    options = {"COMPOSE": not work.sizes.IS_SPLIT, **work.compose_options()}
-    weights_fwd_kernel[work.compose_grid()](*work.arguments(), **inputs, weights=weights, **options)
-
-
-def launch_compose(work: Work, post: Stage, weights: Tensor, matrices: Tensor, composed: Tensor) -> None:
-    """Compose weights."""
-    compose_fwd_kernel[work.compose_grid()](
-        *work.arguments(), post=post, weights=weights, matrices=matrices, composed=composed, **work.compose_options()
-    )
+    """Compute weights, composed weights and deltas: those that have a place, each in a launch if the sizes say so."""
+    launches = [(scores, composed, deltas, totals)]
+    if work.sizes.IS_SPLIT:
+        of_deltas = [] if deltas is None else [(None, None, deltas, totals)]
+        launches = [(scores, None, None, None), *of_deltas, (None, composed, None, None)]
+    inputs |= {"weights": weights, **work.compose_options()}
+    for of_launch in launches:
+        tensors = dict(zip(("scores", "composed", "deltas", "totals"), of_launch))
+        weights_fwd_kernel[work.compose_grid()](*work.arguments(), **inputs, **tensors)
 
 
 def launch_output(work: Work, weights: Tensor, v: Any, output: Any) -> None:
@@ -131,29 +120,15 @@ def launch_output(work: Work, weights: Tensor, v: Any, output: Any) -> None:
     output_fwd_kernel[grid](*work.arguments(), weights=weights, v=v, o=o, **options)
 
 
-class Rows(NamedTuple):
-    """The rows of a matrix product that a program computes, of one head, and the columns that they may see."""
-
-    b: Any
-    h: Any
-    row: Any  # [BLOCK_M]
-    offs_m: Any  # [BLOCK_M]: their queries
-    offset: Any  # where the scores of the head begin in the workspace
-    begin: Any  # the first block of columns
-    end: Any  # that after the last
-    base: Any  # the key of column 0
-
-
 @triton.jit
 def _program_rows(mask, chunk, sizes, BLOCK: tl.constexpr):
-    """The rows of a program, and blocks of BLOCK columns."""
+    """Rows of a head that a program multiplies, where its scores begin, blocks of columns in sight, column 0's key."""
     pid_m, pid_bh = tl.program_id(1), tl.program_id(2)
-    b = (pid_bh // sizes.ALL_HEADS).to(tl.int64) + chunk.batch
+    b, h = (pid_bh // sizes.ALL_HEADS).to(tl.int64) + chunk.batch, (pid_bh % sizes.ALL_HEADS).to(tl.int64)
     first_row = pid_m * sizes.BLOCK_M
     begin, end, base = blocks.visible_blocks(mask, b, chunk.start, first_row, sizes.BLOCK_M, BLOCK, sizes)
-    row = first_row + tl.arange(0, sizes.BLOCK_M)
     offset = pid_bh.to(tl.int64) * chunk.rows * chunk.columns
-    return Rows(b, (pid_bh % sizes.ALL_HEADS).to(tl.int64), row, chunk.start + row, offset, begin, end, base)
+    return b, h, first_row + tl.arange(0, sizes.BLOCK_M), offset, begin, end, base
 
 
 @triton.jit
@@ -161,29 +136,27 @@ def scores_fwd_kernel(
     mask, chunk, sizes, q, k, scores, scale, norms, key_blocks, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr
 ):
     """Scores of a block of queries, read once, with some blocks of keys, read while others are multiplied."""
-    rows, pid_n = _program_rows(mask, chunk, sizes, sizes.BLOCK_N), tl.program_id(0)
-    begin = tl.maximum(rows.begin, pid_n * key_blocks) * sizes.BLOCK_N
-    end = tl.minimum(rows.end, pid_n * key_blocks + key_blocks) * sizes.BLOCK_N
+    b, h, row, offset, begin, end, base = _program_rows(mask, chunk, sizes, sizes.BLOCK_N)
+    first = tl.program_id(0) * key_blocks
+    begin = tl.maximum(begin, first) * sizes.BLOCK_N
+    end = tl.minimum(end, first + key_blocks) * sizes.BLOCK_N
     if norms is not None:
         scale *= blocks.load_gradient_scale(norms)
-    q_rows = q.pointer + blocks.state_offsets(q, rows.b, rows.h, rows.offs_m.to(tl.int64))[:, None]
     q_parts = ()
     for start in tl.static_range(0, q.CHANNELS, BLOCK_K):
         offs_d = start + tl.arange(0, BLOCK_K)
-        is_query = (rows.offs_m < mask.queries)[:, None] & (offs_d < q.CHANNELS)[None, :]
-        q_parts = q_parts + (tl.load(q_rows + offs_d[None, :], mask=is_query, other=0.0),)
+        q_pointers, is_query = blocks.state_tile(q, b, h, chunk.start + row, offs_d, mask.queries)
+        q_parts = q_parts + (tl.load(q_pointers, mask=is_query, other=0.0),)
     for start in range(begin, end, WIDTH):
         column = start + tl.arange(0, WIDTH)
-        offs_n = rows.base + column
-        k_rows = k.pointer + blocks.state_offsets(k, rows.b, rows.h, offs_n.to(tl.int64))[None, :]
         total = tl.zeros([sizes.BLOCK_M, WIDTH], tl.float32)
         for i in tl.static_range(len(q_parts)):
             offs_d = i * BLOCK_K + tl.arange(0, BLOCK_K)
-            is_key = (offs_n < mask.keys)[None, :] & (offs_d < q.CHANNELS)[:, None]
-            k_part = tl.load(k_rows + offs_d[:, None], mask=is_key, other=0.0)
-            total = tl.dot(q_parts[i], k_part, total, input_precision="ieee")
-        offsets = rows.row[:, None] * chunk.columns + column[None, :]
-        tl.store(scores + rows.offset + offsets, (total * scale).to(scores.dtype.element_ty))
+            k_pointers, is_key = blocks.state_tile(k, b, h, base + column, offs_d, mask.keys)
+            k_part = tl.load(k_pointers, mask=is_key, other=0.0)
+            total = tl.dot(q_parts[i], tl.trans(k_part), total, input_precision="ieee")
+        offsets = row[:, None] * chunk.columns + column[None, :]
+        tl.store(scores + offset + offsets, (total * scale).to(scores.dtype.element_ty))
 
 
 @triton.jit
@@ -225,19 +198,15 @@ def softmax_sums_fwd_kernel(mask, chunk, sizes, pre, scores, matrices, largest, 
         for row in range(tile.first_row, tile.end_row):
             a = blocks.load_tile(scores, chunk, tile, row)
             x = blocks.composed_scores(a, mask, chunk, sizes, tile, row, matrices, pre, factors)
-            x = tl.reshape(x, [sizes.COMPOSE_N // PART, PART, sizes.HEADS_PADDED])
+            x = blocks.in_parts(x, sizes)
             highest = tl.maximum(tl.max(x, 1), -1e30)  # [COMPOSE_N // PART, HEADS]
-            offsets = blocks.part_offsets(chunk, tile.group, row, sizes)
-            tl.store(largest + offsets, highest, mask=tile.group.is_head[None, :])
-            tl.store(sums + offsets, tl.sum(tl.exp2(x - highest[:, None, :]), 1), mask=tile.group.is_head[None, :])
+            blocks.store_parts(largest, highest, chunk, tile, row, sizes)
+            blocks.store_parts(sums, tl.sum(tl.exp2(x - highest[:, None, :]), 1), chunk, tile, row, sizes)
 
 
 @triton.jit
 def reduce_parts_kernel(mask, chunk, sizes, largest, sums, results, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    """
-    Sums over the parts of the keys that were computed; with the largest score of each part, the logarithm of the sum of
-    exponentials, infinity for a query that sees no key, which leaves it weights of zero.
-    """
+    """Sums over parts of keys; with the largest scores logarithms of softmax sums, infinity if none is seen."""
     batch_row, first_row = tl.program_id(2).to(tl.int64), tl.program_id(1) * sizes.COMPOSE_M
     b = batch_row + chunk.batch
     begin, end, _ = blocks.visible_blocks(mask, b, chunk.start, first_row, sizes.COMPOSE_M, sizes.COMPOSE_N, sizes)
@@ -267,54 +236,54 @@ def reduce_parts_kernel(mask, chunk, sizes, largest, sums, results, BLOCK: tl.co
 
 
 @triton.jit
-def weights_fwd_kernel(mask, chunk, sizes, pre, post, scores, matrices, log_sums, weights, COMPOSE: tl.constexpr):
-    """Weights from scores, which they may take the place of, composed if COMPOSE."""
-    tile = blocks.program_tile(mask, chunk, sizes, scores.dtype.element_ty)
+def weights_fwd_kernel(
+    mask, chunk, sizes, pre, post, matrices, log_sums, gradients, scores, weights, composed, deltas, totals
+):
+    """Weights, from scores if given, and what has a place of composed weights, and of deltas and totals by part."""
+    DTYPE: tl.constexpr = matrices.dtype.element_ty
+    tile = blocks.program_tile(mask, chunk, sizes, DTYPE)
     if tile.is_seen:
-        pre_factors = blocks.load_key_factors(pre, tile, scores.dtype.element_ty)
-        post_factors = blocks.load_key_factors(post, tile, scores.dtype.element_ty)
+        pre_factors = blocks.load_key_factors(pre, tile, DTYPE)
+        post_factors = blocks.load_key_factors(post, tile, DTYPE)
         for row in range(tile.first_row, tile.end_row):
-            a = blocks.load_tile(scores, chunk, tile, row)
-            w = blocks.softmax_weights(a, mask, chunk, sizes, tile, row, matrices, log_sums, pre, pre_factors)
-            if COMPOSE:
-                matrix = tl.load(blocks.matrix_pointers(matrices, chunk, tile.group, row, 1, sizes))
-                w, _sums = blocks.compose_heads(w.to(a.dtype), w, matrix, post_factors, tile.eye, post, False)
-            blocks.store_tile(weights, w, chunk, tile, row)
-    elif COMPOSE:
-        blocks.store_zeros(weights, mask, chunk, sizes, tile)
-
-
-@triton.jit
-def compose_fwd_kernel(mask, chunk, sizes, post, weights, matrices, composed):
-    """Weights composed after the softmax."""
-    tile = blocks.program_tile(mask, chunk, sizes, weights.dtype.element_ty)
-    if tile.is_seen:
-        factors = blocks.load_key_factors(post, tile, weights.dtype.element_ty)
-        for row in range(tile.first_row, tile.end_row):
-            a = blocks.load_tile(weights, chunk, tile, row)
+            a = blocks.load_tile(weights if scores is None else scores, chunk, tile, row)
+            if deltas is not None:
+                d = blocks.load_tile(gradients, chunk, tile, row)
+            if scores is None:
+                e = blocks.to_accumulator(a, tile.eye)
+            else:
+                # On its way while scores are composed.
+                log_sum = blocks.load_row(log_sums, mask, tile.group, chunk.start + row, sizes)
+                x = blocks.composed_scores(a, mask, chunk, sizes, tile, row, matrices, pre, pre_factors)
+                e = tl.exp2(x - log_sum[None, :])
+                a = e.to(DTYPE)
+                if weights is not None:
+                    blocks.store_tile(weights, e, chunk, tile, row)
             matrix = tl.load(blocks.matrix_pointers(matrices, chunk, tile.group, row, 1, sizes))
-            y, _sums = blocks.compose_heads(
-                a, blocks.to_accumulator(a, tile.eye), matrix, factors, tile.eye, post, False
-            )
-            blocks.store_tile(composed, y, chunk, tile, row)
-    else:
+            if deltas is not None:
+                d32 = blocks.to_accumulator(d, tile.eye)
+                p, _sums = blocks.compose_heads(d, d32, matrix, post_factors, tile.eye, post, True)
+                blocks.store_parts(deltas, tl.sum(blocks.in_parts(e * p, sizes), 1), chunk, tile, row, sizes)
+                if totals is not None:
+                    blocks.store_parts(totals, tl.sum(blocks.in_parts(e, sizes), 1), chunk, tile, row, sizes)
+            if composed is not None:
+                y, _sums = blocks.compose_heads(a, e, matrix, post_factors, tile.eye, post, False)
+                blocks.store_tile(composed, y, chunk, tile, row)
+    elif composed is not None:
         blocks.store_zeros(composed, mask, chunk, sizes, tile)
 
 
 @triton.jit
 def output_fwd_kernel(mask, chunk, sizes, weights, v, o, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr):
     """Sums of some channels of the values by the weights of a block of queries."""
-    rows = _program_rows(mask, chunk, sizes, BLOCK_K)
+    b, h, row, offset, begin, end, base = _program_rows(mask, chunk, sizes, BLOCK_K)
     offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    weights += rows.offset
+    weights += offset
     total = tl.zeros([sizes.BLOCK_M, BLOCK_D], tl.float32)
-    for step in range(rows.begin, rows.end):
+    for step in range(begin, end):
         column = step * BLOCK_K + tl.arange(0, BLOCK_K)
-        offs_n = rows.base + column
-        w = tl.load(weights + (rows.row[:, None] * chunk.columns + column[None, :]))  # [BLOCK_M, BLOCK_K]
-        pointers = v.pointer + (blocks.state_offsets(v, rows.b, rows.h, offs_n.to(tl.int64))[:, None] + offs_d[None, :])
-        block = tl.load(pointers, mask=(offs_n < mask.keys)[:, None] & (offs_d < v.CHANNELS)[None, :], other=0.0)
-        total = tl.dot(w, block, total, input_precision="ieee")
-    offsets = blocks.state_offsets(o, rows.b, rows.h, rows.offs_m.to(tl.int64))[:, None] + offs_d[None, :]
-    is_inside = (rows.offs_m < mask.queries)[:, None] & (offs_d < v.CHANNELS)[None, :]
-    tl.store(o.pointer + offsets, total.to(o.pointer.dtype.element_ty), mask=is_inside)
+        w = tl.load(weights + (row[:, None] * chunk.columns + column[None, :]))  # [BLOCK_M, BLOCK_K]
+        pointers, is_key = blocks.state_tile(v, b, h, base + column, offs_d, mask.keys)
+        total = tl.dot(w, tl.load(pointers, mask=is_key, other=0.0), total, input_precision="ieee")
+    pointers, is_query = blocks.state_tile(o, b, h, chunk.start + row, offs_d, mask.queries)
+    tl.store(pointers, total.to(o.pointer.dtype.element_ty), mask=is_query)

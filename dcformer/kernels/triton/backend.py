@@ -176,5 +176,5 @@ def _decode(*arguments: Any) -> Tensor:
 
 
 forward_op = differentiable_op("composed", _forward, _backward, "Triton")
-_OF_CACHE = "Tensor? key_lengths, Tensor? block_table, SymInt? ring_size"
-decode_op = register_op("composed_decode", f"({ARGUMENTS}, {_OF_CACHE}) -> Tensor", _decode, attention_flops)
+_SCHEMA = f"({ARGUMENTS}, Tensor? key_lengths, Tensor? block_table, SymInt? ring_size) -> Tensor"
+decode_op = register_op("composed_decode", _decode, attention_flops, schema=_SCHEMA)

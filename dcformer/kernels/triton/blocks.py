@@ -44,10 +44,7 @@ class Tile(NamedTuple):
 
 @triton.jit
 def first_key(mask, start, row, sizes):
-    """
-    The key of column 0 for the block of BLOCK_M rows that a row is in: the first that the block sees, rounded down so
-    that blocks of columns are blocks of keys too. `start` is the query of row 0.
-    """
+    """The key of column 0 of a row: the first that its block of rows sees, rounded down to the first of a block."""
     if mask.window is None:
         return 0
     else:
@@ -56,20 +53,23 @@ def first_key(mask, start, row, sizes):
 
 
 @triton.jit
-def key_range(mask, b, offs_m):
-    """
-    First and last key that each query may see by causality, window and document, none past the last query: with
-    `mask_scores` the rule of visibility_dcformer.py.
-    """
-    position = offs_m + mask.query_offset
-    first = offs_m * 0
-    last = first + mask.keys - 1
+def band(mask, position, keys):
+    """First and last of so many keys that queries at positions may see by causality and window."""
+    first = position * 0
+    last = first + keys - 1
     if mask.CAUSAL:
         last = tl.minimum(last, position)
     if mask.window is not None:
         first = tl.maximum(first, position - mask.window + 1)
         if not mask.CAUSAL:
             last = tl.minimum(last, position + mask.window - 1)
+    return first, last
+
+
+@triton.jit
+def key_range(mask, b, offs_m):
+    """First and last key seen by band and document: with `mask_scores` the rule of visibility_dcformer.py."""
+    first, last = band(mask, offs_m + mask.query_offset, mask.keys)
     is_query = offs_m < mask.queries
     if mask.first_keys is not None:
         offsets = b * mask.document_stride_b + offs_m
@@ -80,10 +80,7 @@ def key_range(mask, b, offs_m):
 
 @triton.jit
 def visible_blocks(mask, b, start, row, ROWS: tl.constexpr, BLOCK: tl.constexpr, sizes):
-    """
-    The first block of columns that any of ROWS rows may see, that after the last, and the key of column 0. `start` is
-    the query of row 0.
-    """
+    """The first block of columns that any of ROWS rows may see, that after the last, and the key of column 0."""
     first, last = key_range(mask, b, start + row + tl.arange(0, ROWS))
     base = first_key(mask, start, row, sizes)
     return tl.maximum(tl.min(first) - base, 0) // BLOCK, tl.maximum(tl.max(last) - base + BLOCK, 0) // BLOCK, base
@@ -133,6 +130,13 @@ def state_offsets(states, b, offs_h, offs_t):
     """The offsets of the first channels of positions, in elements, for heads of queries."""
     head = offs_h // states.KV_GROUPS * (states.stride_h >> 1)
     return (b * (states.stride_b >> 1) + head + offs_t * states.stride_t) * states.UNIT
+
+
+@triton.jit
+def state_tile(states, b, h, offs_t, offs_d, length):
+    """Pointers to channels of positions before `length` [positions, channels], and where there are any."""
+    offsets = state_offsets(states, b, h, offs_t.to(tl.int64))[:, None] + offs_d[None, :]
+    return states.pointer + offsets, (offs_t < length)[:, None] & (offs_d < states.CHANNELS)[None, :]
 
 
 @triton.jit
@@ -201,14 +205,6 @@ def head_offsets(chunk, group, sizes):
 
 
 @triton.jit
-def part_offsets(chunk, group, row, sizes):
-    """The offsets of a row's parts of a program's keys, [COMPOSE_N // PART, HEADS], in (batch, part, row, head)."""
-    part = tl.program_id(0) * (sizes.COMPOSE_N // PART) + tl.arange(0, sizes.COMPOSE_N // PART)
-    rows = (group.batch_row * (chunk.columns // PART) + part) * chunk.rows + row
-    return rows[:, None] * sizes.ALL_HEADS + group.offs_h[None, :]
-
-
-@triton.jit
 def load_key_factors(stage, tile, DTYPE: tl.constexpr):
     """The factors of the keys of a tile, [COMPOSE_N, HEADS] each."""
     group = tile.group
@@ -233,10 +229,7 @@ def store_tile(pointer, x, chunk, tile, row):
 
 @triton.jit
 def store_zeros(pointer, mask, chunk, sizes, tile):
-    """
-    Store zeros in a tile that none of its queries sees, if another query of the block of rows sees its block of keys,
-    which the matrix products therefore read.
-    """
+    """Store zeros in a tile that none of its queries sees, where other queries have matrix products read it."""
     first_column = tl.program_id(0) * sizes.COMPOSE_N
     block_row = tile.first_row // sizes.BLOCK_M * sizes.BLOCK_M
     begin, end, _ = visible_blocks(mask, tile.group.b, chunk.start, block_row, sizes.BLOCK_M, sizes.BLOCK_N, sizes)
@@ -248,10 +241,7 @@ def store_zeros(pointer, mask, chunk, sizes, tile):
 
 @triton.jit
 def load_row(pointer, mask, group, t, sizes):
-    """
-    A number of query t for each head, [HEADS] of (batch, heads, query); infinity for heads that only pad the group,
-    which leaves them weights of zero.
-    """
+    """[HEADS] of (batch, heads, query); infinity for heads that only pad the group, whose weights it makes zero."""
     offsets = (group.b * sizes.ALL_HEADS + group.offs_h) * mask.queries + t
     return tl.load(pointer + offsets, mask=group.is_head, other=float("inf"))
 
@@ -272,33 +262,24 @@ def identity(SIZE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def to_accumulator(a, eye):
-    """
-    A tile in float32, as a matrix product leaves it. The product with the identity is exact, and cheaper than to change
-    how threads hold what they have loaded.
-    """
+    """A tile in float32: its product with the identity, cheaper than to change how threads hold what they loaded."""
     return a if a.dtype == tl.float32 else tl.dot(a, eye)
 
 
 @triton.jit
 def sum_over_heads(x):
-    """
-    The sum of each row of [COMPOSE_N, HEADS] in each of its columns. A product with ones leaves it in 8 columns, of
-    which each thread takes one: nothing is exchanged between threads.
-    """
-    BLOCK_N: tl.constexpr = x.shape[0]
+    """The sum of each row of [COMPOSE_N, HEADS] in each of its columns."""
     HEADS: tl.constexpr = x.shape[1]
+    # A product with ones leaves it in 8 columns, of which each thread takes one: nothing is exchanged between threads.
     total = tl.dot(x, tl.full([HEADS, 8], 1.0, x.dtype))
-    total, _same = tl.split(tl.reshape(total, [BLOCK_N, 4, 2]))
-    total = tl.broadcast_to(total[:, None, :, None], [BLOCK_N, HEADS // 8, 4, 2])
-    return tl.reshape(total, [BLOCK_N, HEADS])
+    total, _same = tl.split(tl.reshape(total, [x.shape[0], 4, 2]))
+    total = tl.broadcast_to(total[:, None, :, None], [x.shape[0], HEADS // 8, 4, 2])
+    return tl.reshape(total, x.shape)
 
 
 @triton.jit
 def compose_heads(a, a32, matrix, key, eye, stage, TRANSPOSED: tl.constexpr):
-    """
-    Equation 7 for one query's tile a [COMPOSE_N, HEADS], which is given in float32 too. Returns the composed tile in
-    float32 and, of each rank, the sums over the heads with the keys' w1 (w2 in the transpose), in every column.
-    """
+    """Equation 7 for a query's tile [COMPOSE_N, HEADS], and of each rank sums with the keys' w1 (w2 if TRANSPOSED)."""
     x = a32
     if stage.query.RANK + stage.query.GATE + stage.HAS_STATIC > 0:
         x = tl.dot(a, tl.trans(matrix) if TRANSPOSED else matrix, input_precision="ieee")
@@ -325,26 +306,24 @@ def composed_scores(a, mask, chunk, sizes, tile, row, matrices, stage, factors):
 
 
 @triton.jit
-def softmax_weights(a, mask, chunk, sizes, tile, row, matrices, log_sums, stage, factors):
-    """Weights of scores a [COMPOSE_N, HEADS] of a row, from the logarithms to base 2 of the softmax's sums."""
-    log_sum = load_row(log_sums, mask, tile.group, chunk.start + row, sizes)  # on its way while scores are composed
-    x = composed_scores(a, mask, chunk, sizes, tile, row, matrices, stage, factors)
-    return tl.exp2(x - log_sum[None, :])
+def in_parts(x, sizes):
+    """A tile [COMPOSE_N, HEADS] by parts of the keys, [COMPOSE_N // PART, PART, HEADS]."""
+    return tl.reshape(x, [sizes.COMPOSE_N // PART, PART, sizes.HEADS_PADDED])
 
 
 @triton.jit
-def sum_parts(x, sizes):
-    """Sums of a tile [COMPOSE_N, HEADS] by parts of the keys, [COMPOSE_N // PART, HEADS]."""
-    return tl.sum(tl.reshape(x, [sizes.COMPOSE_N // PART, PART, sizes.HEADS_PADDED]), 1)
+def store_parts(pointer, x, chunk, tile, row, sizes):
+    """Store numbers [COMPOSE_N // PART, HEADS] of a row in (batch, part, row, head)."""
+    part = tl.program_id(0) * (sizes.COMPOSE_N // PART) + tl.arange(0, sizes.COMPOSE_N // PART)
+    rows = (tile.group.batch_row * (chunk.columns // PART) + part) * chunk.rows + row
+    offsets = rows[:, None] * sizes.ALL_HEADS + tile.group.offs_h[None, :]
+    tl.store(pointer + offsets, x, mask=tile.group.is_head[None, :])
 
 
 @triton.jit
 def load_gradient_scale(norms):
-    """
-    The power of 2 that gradients of 16-bit inputs are multiplied by to be in float16, from the largest norms of output
-    gradients and of values, which bound gradients of weights. Bounded by 2^5 they leave room for both compositions,
-    which may make 2,000 times as much of them, as they can of 64 heads that agree, before float16 ends.
-    """
+    """The power of 2 that brings gradients of 16-bit inputs to float16, from norms that bound gradients of weights."""
+    # 2^5 leaves room for both compositions, which may make 2,000 times as much of them, as of 64 heads that agree.
     exponent = tl.floor(tl.log2(32.0 / (tl.load(norms) * tl.load(norms + 1))))
     bounded = tl.minimum(tl.maximum(exponent, -100.0), 100.0)
     return tl.exp2(tl.where(exponent == exponent, bounded, exponent))  # NaN in any gradient is NaN in all

@@ -53,7 +53,9 @@ def _products(states: Tensor, *weights: Tensor | None) -> Any:
     return product(states, torch.cat(wide, dim=3) if len(wide) > 1 else wide[0])
 
 
-def _factors_of_few(approximate: str, eps: float, states: Tensor, hidden: Any, weight: Any, gates: Any) -> Tensor:
+def _factors_of_few(
+    approximate: str, eps: float, states: Tensor, hidden: Tensor | None, weight: Tensor | None, gates: Tensor | None
+) -> Tensor:
     from .compose_weights_kernels import launch_partial_products
 
     with torch.cuda.device_of(states):
@@ -64,7 +66,9 @@ def _new_factors_of_few(approximate: str, eps: float, states: Tensor, hidden: An
     return _new_factors(approximate, eps, _products(states, hidden, gates), weight)
 
 
-def _factors(approximate: str, eps: float, products: Tensor, weight: Any, dtype: torch.dtype | None = None) -> Tensor:
+def _factors(
+    approximate: str, eps: float, products: Tensor, weight: Tensor | None, dtype: torch.dtype | None = None
+) -> Tensor:
     from .compose_weights_kernels import launch_factors
 
     factors = _new_factors(approximate, eps, products, weight, dtype)
@@ -80,7 +84,7 @@ def _new_factors(_: str, eps: float, products: Tensor, weight: Any, dtype: torch
 
 
 def _gradients(
-    approximate: str, eps: float, gradient: Tensor, products: Tensor, weight: Any, needs_weight: bool
+    approximate: str, eps: float, gradient: Tensor, products: Tensor, weight: Tensor | None, needs_weight: bool
 ) -> list[Tensor]:
     """Compute the gradient of the products, and that of the weight if it is needed."""
     from .compose_weights_kernels import launch_gradients
@@ -88,7 +92,7 @@ def _gradients(
     of_products = torch.empty_like(products)
     with torch.cuda.device_of(products):
         activated, of_maps = launch_gradients(approximate, eps, gradient, products, weight, of_products)
-    if not needs_weight or activated is None:
+    if weight is None or activated is None or not needs_weight:
         return [of_products]
     parts = torch.bmm(activated.mT, of_maps).unflatten(0, (weight.shape[:2].numel(), -1))
     return [of_products, parts.sum(1, dtype=weight.dtype).view(weight.shape)]
@@ -101,7 +105,7 @@ def _new_gradients(*call: Any) -> list[Tensor]:
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.options = inputs[:2]
-    ctx.save_for_backward(*inputs[2:])
+    ctx.save_for_backward(*inputs[2:4])
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -109,7 +113,7 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     compute = _differentiable_gradients if torch.is_grad_enabled() else gradients_op
     with torch.autocast(gradient.device.type, enabled=False):
         of_products, *of_weight = compute(*ctx.options, gradient, *ctx.saved_tensors, needs_weight)
-    return None, None, of_products, *(of_weight or [None])
+    return None, None, of_products, *(of_weight or [None]), None
 
 
 def _differentiable_gradients(
@@ -124,22 +128,15 @@ def _differentiable_gradients(
     return torch.autograd.grad(factors, (products, weight)[: 1 + needs_weight], gradient, create_graph=True)
 
 
-def _flops(tokens: Tensor, *weights: Tensor | None) -> int:
-    return 2 * tokens.shape[:2].numel() * sum(weight.numel() for weight in weights if weight is not None)
+def _flops(_: str, eps: float, tokens: Tensor, *weights: Any) -> int:
+    return 2 * tokens.shape[:2].numel() * sum(weight.numel() for weight in weights if isinstance(weight, Tensor))
 
 
-_OF_FEW = "(str approximate, float eps, Tensor states, Tensor? hidden, Tensor? weight, Tensor? gates) -> Tensor"
-factors_of_few_op = register_op(
-    "compose_factors_of_few", _OF_FEW, _factors_of_few, lambda *call: _flops(*call[2:]), _new_factors_of_few
-)
-_FORWARD = "(str approximate, float eps, Tensor products, Tensor? weight) -> Tensor"
-factors_op = register_op("compose_factors", _FORWARD, _factors, lambda *call: _flops(*call[2:]), _new_factors)
-_BACKWARD = "str approximate, float eps, Tensor gradient, Tensor products, Tensor? weight, bool needs_weight"
-gradients_op = register_op(
-    "compose_factors_backward",
-    f"({_BACKWARD}) -> Tensor[]",
-    _gradients,
-    lambda *call: (1 + call[5]) * _flops(*call[3:5]),
-    _new_gradients,
-)
+def _gradient_flops(approximate: str, eps: float, gradient: Tensor, *operands: Any) -> int:
+    return (1 + operands[-1]) * _flops(approximate, eps, *operands)
+
+
+factors_of_few_op = register_op("compose_factors_of_few", _factors_of_few, _flops, _new_factors_of_few)
+factors_op = register_op("compose_factors", _factors, _flops, _new_factors)
+gradients_op = register_op("compose_factors_backward", _gradients, _gradient_flops, _new_gradients)
 factors_op.register_autograd(_differentiate, setup_context=_save_for_backward)

@@ -18,11 +18,6 @@ _MOST_PARTS = 32  # of the hidden channels: with four slots 128 programs, about 
 MOST_ROWS = 512  # tokens of one product for the weight's gradient: few long ones would leave a GPU without work
 
 
-def _padded(columns: int) -> int:
-    """The power of 2 that holds so many columns, at least the 16 that `tl.dot` takes."""
-    return max(next_power_of_2(columns), 16)
-
-
 class Shape(NamedTuple):
     """The activation and the sizes of one slot of one group, constants of the kernels."""
 
@@ -43,7 +38,7 @@ class Shape(NamedTuple):
         parts = products.shape[4] if products.dim() == 6 else 0
         channels, heads = (0, width) if weight is None else weight.shape[3:]
         channels_padded = next_power_of_2(max(channels, 1))
-        columns = _padded(channels_padded * next_power_of_2(heads))
+        columns = max(16, channels_padded * next_power_of_2(heads))  # as `tl.dot` takes
         # More tokens share what is read of the weights, fewer leave registers, and programs for more of a GPU.
         block = 32 if tokens > 1024 and columns <= 128 else 16
         sizes = channels, heads, channels * heads, width, channels_padded, columns // channels_padded, block, parts
@@ -64,14 +59,12 @@ class Wide(NamedTuple):
     def of(cls, weight: Tensor) -> "Wide":
         """Describe a weight."""
         weight = channels_last(weight)
-        return cls(weight, *map(constant, (*weight.stride()[:3], weight.shape[3], _padded(weight.shape[3]))))
+        columns = weight.shape[3]
+        return cls(weight, *map(constant, (*weight.stride()[:3], columns, max(16, next_power_of_2(columns)))))
 
 
 def launch_partial_products(states: Tensor, *weights: Tensor | None) -> Tensor:
-    """
-    Compute the products of up to 16 hidden states, (batch, length, hidden), with wide weights, by parts of the hidden
-    channels: (batch, length, groups, slots, parts, K, then heads) in float32.
-    """
+    """Multiply few states (batch, length, hidden): (batch, length, groups, slots, parts, K, then heads) in float32."""
     rows = states.flatten(0, 1).contiguous()
     tokens, channels = rows.shape
     wide = tuple(Wide.of(weight) for weight in weights if weight is not None)
@@ -105,10 +98,7 @@ def launch_factors(approximate: str, eps: float, products: Tensor, weight: Tenso
 def launch_gradients(
     approximate: str, eps: float, gradient: Tensor, products: Tensor, weight: Tensor | None, of_products: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """
-    Compute the gradient of the products from that of the factors, of any strides. Return what products over the tokens
-    make the weight's of: activated states and gradients of the maps, (groups x slots x parts, tokens of a part, K).
-    """
+    """Compute the products' gradient; return activated states and gradients of maps, which make that of the weight."""
     batch, length, groups, slots, _ = products.shape
     shape, warps = Shape.of(approximate, products, weight)
     parts = max(1, cdiv(batch * length, MOST_ROWS))

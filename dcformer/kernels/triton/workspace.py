@@ -21,10 +21,8 @@ _INDEX_LIMIT = 2**31 - 1
 
 
 def unspecialized(number: int) -> int:
-    """
-    2 n + 1, of which kernels take half (`>> 1`), for a number that grows with a cache: Triton compiles a kernel again
-    for multiples of 16, and 3.9 ignores `do_not_specialize` inside of tuples.
-    """
+    """2 n + 1, of which kernels take half (`>> 1`), for a number n that grows with a cache."""
+    # Triton compiles a kernel again for multiples of 16, and 3.9 ignores `do_not_specialize` inside of tuples.
     return 2 * number + 1
 
 
@@ -131,9 +129,8 @@ class Mask(NamedTuple):
 
 class Chunk(NamedTuple):
     """
-    Rows of the batch and queries that are computed together, and their workspace: (batch, head, row, column). A row
-    is a query; columns are keys from 0 on or, where there is a window, from the first key on that the row's block of
-    BLOCK_M queries can see, so that nothing outside the band exists.
+    Rows of the batch and queries that are computed together in a workspace (batch, head, row, column): a row is a
+    query, columns are keys from 0 on or, with a window, from the first on that the row's BLOCK_M queries can see.
     """
 
     batch: int  # the first row of the batch
@@ -164,13 +161,13 @@ class Work(NamedTuple):
         return {"num_warps": self.sizes.WARPS, "num_stages": self.sizes.STAGES, "enable_fp_fusion": True}
 
     def new_scores(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Memory for the scores of all heads, (batch, head, row, column)."""
+        """Memory (batch, head, row, column)."""
         return like.new_empty(self.chunk.number, self.sizes.ALL_HEADS, *self.chunk[3:], dtype=dtype)
 
     def new_parts(self, like: Tensor) -> Tensor:
         """Memory for one number by part of the keys: (batch, part, row, head) in float32."""
-        shape = self.chunk.number, self.chunk.columns // PART.value, self.chunk.rows, self.sizes.ALL_HEADS
-        return like.new_empty(shape, dtype=torch.float32)
+        parts = self.chunk.columns // PART.value
+        return like.new_empty(self.chunk.number, parts, self.chunk.rows, self.sizes.ALL_HEADS, dtype=torch.float32)
 
 
 def plan_chunks(call: Call, sizes: Sizes, bytes_per_column: int, workspace_bytes: int) -> Iterator[Chunk]:
@@ -189,7 +186,7 @@ def plan_chunks(call: Call, sizes: Sizes, bytes_per_column: int, workspace_bytes
     for first in range(0, batch, batch_step):
         for start in range(0, queries, rows):
             stop = min(start + rows, queries)
-            padded = _round_up(stop - start, sizes.BLOCK_M)
+            padded = cdiv(stop - start, sizes.BLOCK_M) * sizes.BLOCK_M
             yield Chunk(first, min(batch_step, batch - first), start, padded, _columns(call, stop, sizes))
 
 
@@ -207,12 +204,7 @@ def _columns(call: Call, stop: int, sizes: Sizes) -> int:
         seen = min(sides * call.sliding_window + sizes.BLOCK_M + sizes.BLOCK_N, keys)
     elif call.is_causal:
         seen = min(stop + call.query_offset, keys)
-    return _round_up(max(1, seen), sizes.BLOCK_N)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    """The multiple that is not smaller than a number."""
-    return cdiv(number, multiple) * multiple
+    return cdiv(max(1, seen), sizes.BLOCK_N) * sizes.BLOCK_N
 
 
 def _row_stride(tensor: Tensor | None) -> int:
