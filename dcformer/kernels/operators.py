@@ -44,7 +44,7 @@ def register_op(
 
 def attention_flops(*arguments: Any, is_backward: bool = False) -> int:
     """Operations on the keys that causality and window leave to blocks of queries; masks of tensors spare nothing."""
-    call, (_, table, _) = Call(*arguments[: len(Call._fields)]), (*arguments[len(Call._fields) :], *[None] * 3)[:3]
+    call, (_, table) = Call(*arguments[: len(Call._fields)]), (*arguments[len(Call._fields) :], None, None)[:2]
     batch, heads, queries, channels = call.query.shape
     keys = call.key.shape[2] * (1 if table is None else table.shape[1])
     band: dict[str, Any] = {name: getattr(call, name) for name in ("is_causal", "sliding_window", "query_offset")}

@@ -285,7 +285,7 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         mask = Visibility(batch.queries, cache.shape[2], sliding_window=self.sliding_window, query_offset=0)
         operands = self._operands(query, cache, key_width, in_blocks=True)
         call = Call.of(AttentionInputs(*operands, self.scale, mask))
-        return decode_op(*call, key_lengths=batch.lengths, block_table=batch.block_table, ring_size=None)
+        return decode_op(*call, key_lengths=batch.lengths, block_table=batch.block_table)
 
 
 def factor_channels(compose: DCFormerCompose) -> int:

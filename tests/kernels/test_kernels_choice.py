@@ -48,7 +48,7 @@ def test_the_operators_pass_torchs_own_check():
     torch.library.opcheck(
         torch.ops.dcformer.composed_backward, (torch.ones_like(output), *call, log_sums), test_utils=rules
     )
-    torch.library.opcheck(decode_op, (*call_of(2, 4), None, None, None), test_utils=rules)
+    torch.library.opcheck(decode_op, (*call_of(2, 4), None, None), test_utils=rules)
     rules = (*rules, "test_autograd_registration", "test_aot_dispatch_dynamic")
     torch.library.opcheck(forward_op, tuple(call_of(3, 4, leaves=True)), test_utils=rules)
 
@@ -77,7 +77,7 @@ def test_the_operators_count_flops_as_plain_pytorch_does(case):
     assert counts[0] == counts[1] == counts[2]
     with torch.no_grad(), FlopCounterMode(display=False) as forwards:
         native.attention_op(*call)
-        decode_op(*call, None, None, None)
+        decode_op(*call, None, None)
     assert forwards.get_total_flops() == 2 * counts[0][0]
 
 

@@ -10,9 +10,9 @@ Composed scores (batch, heads, queries, keys in sight) in float32 are kept betwe
 keys and values take. Nothing waits for the device: the grids are sized by the keys that a row can hold, and programs
 share out those that it does hold. Results are the same bit by bit from run to run.
 
-Keys are counted by position. `_locate` turns a position into where it lies in memory: in a ring by the remainder, in a
-paged cache through the table of blocks. A row of the batch has keys `first` to `last` that any of its queries may see;
-only these are read, and the scores of key `position` are in column `position - first`.
+Keys are counted by position, their slot in a row; `_locate` finds it in memory, in a paged cache through the table of
+blocks. A row of the batch has keys `first` to `last` that any of its queries may see; only these are read, and the
+scores of key `position` are in column `position - first`.
 
 A tile is [1, HEADS, BLOCK_N]: with the first dimension Triton changes how threads hold the scores, not the factors.
 """
@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..call import LOG2_E, Call, cdiv, new_output, next_power_of_2
-from .blocks import load_factors, state_offsets
+from .blocks import band, load_factors, state_offsets
 from .tuning import constant
 from .workspace import Mask, Stage, States, unspecialized
 
@@ -46,7 +46,6 @@ class Step(NamedTuple):
     lengths: Tensor | None  # (batch,)
     table: Tensor | None  # (batch, blocks of a row)
     table_stride: int
-    ring_size: int | None
     slots: int  # of a row; this one and the next three are `unspecialized`
     query_offset: int
     span: int  # the most keys that a row's queries see
@@ -61,22 +60,19 @@ class Step(NamedTuple):
     BLOCKS: tl.constexpr  # of value channels
 
 
-def composed_decode(
-    call: Call, key_lengths: Tensor | None = None, block_table: Tensor | None = None, ring_size: int | None = None
-) -> Tensor:
+def composed_decode(call: Call, key_lengths: Tensor | None = None, block_table: Tensor | None = None) -> Tensor:
     """
     Attention of 1 to 8 queries over a cache, without gradients: (batch, heads, queries, value channels).
 
     Keys, values and factors may be views of cache rows [key | factors] and [value | factors]; nothing is copied.
-    Columns of the call's padding and dense mask are slots of a row: positions, in a ring their remainders. Of each row
-    the first `key_lengths` (batch,) keys are valid, by default all; the last query is at the last of them.
+    Columns of the call's padding and dense mask are slots of a row. Of each row the first `key_lengths` (batch,) keys
+    are valid, by default all; the last query is at the last of them.
 
     With `block_table` (batch, blocks of a row) in int32, keys, values and their factors are (blocks, key/value heads,
-    block size, channels); entries past a row's length, or before its window, are not read. With `ring_size` the key at
-    position p lies in slot p mod `ring_size`, and queries see a window of at most `ring_size` - queries + 1 keys.
+    block size, channels); entries past a row's length, or before its window, are not read.
     """
     query, key, value = call.query, call.key, call.value
-    slots = _check(call, key_lengths, block_table, ring_size)
+    slots = _check(call, key_lengths, block_table)
     batch, heads, queries, _ = query.shape
     mask = Mask.of(call)._replace(keys=0, query_offset=0)  # which the step has
     pre, post = Stage.both(call, is_cached=True)
@@ -95,7 +91,7 @@ def composed_decode(
     page, table_stride = (0, 0) if block_table is None else (key.shape[2], block_table.stride(0))
     sizes = map(constant, (page, group, padded, next_power_of_2(parts), blocks))
     numbers = map(unspecialized, (slots, call.query_offset, span, parts))
-    step = Step(key_lengths, block_table, table_stride, ring_size, *numbers, scores, log_sums, tickets, *sizes)
+    step = Step(key_lengths, block_table, table_stride, *numbers, scores, log_sums, tickets, *sizes)
     q, k = States.of(query), States.of(key, heads)
     # Grid: a part of the keys, a query of a group of heads, a row of the batch.
     grid, options = (parts, shares, batch), {"BLOCK_N": keys, "num_warps": warps}
@@ -134,14 +130,11 @@ def _span(call: Call, slots: int, has_lengths: bool) -> int:
     return max(1, last - first)
 
 
-def _check(call: Call, key_lengths: Tensor | None, block_table: Tensor | None, ring_size: int | None) -> int:
+def _check(call: Call, key_lengths: Tensor | None, block_table: Tensor | None) -> int:
     """Raise ValueError if what a call says about the cache does not fit; else return how many slots a row has."""
     batch, slots = call.query.shape[0], call.key.shape[2]
     if call.sequence_ids is not None:
         raise ValueError("Decoding takes no packed sequences; give a mask without sequence_ids.")
-    for name, states in (("key", call.key), ("value", call.value)):
-        if states.shape[3] > 1 and states.stride(3) != 1:
-            raise ValueError(f"The channels of {name} must lie side by side, got strides {states.stride()}.")
     if block_table is not None:
         if block_table.dim() != 2 or block_table.shape[0] != batch or block_table.stride(1) != 1:
             got = f"got shape {tuple(block_table.shape)}, strides {block_table.stride()}"
@@ -149,12 +142,7 @@ def _check(call: Call, key_lengths: Tensor | None, block_table: Tensor | None, r
         slots *= block_table.shape[1]
     if key_lengths is not None and key_lengths.shape != (batch,):
         raise ValueError(f"key_lengths must be (batch,) = ({batch},), got {tuple(key_lengths.shape)}.")
-    if ring_size is not None:
-        if key_lengths is None:
-            raise ValueError("A ring needs key_lengths, which say where its newest key is.")
-        if not 1 <= ring_size <= slots:
-            raise ValueError(f"ring_size must be from 1 to the {slots} slots of a row, got {ring_size}.")
-    return ring_size or slots
+    return slots
 
 
 class Heads(NamedTuple):
@@ -165,15 +153,6 @@ class Heads(NamedTuple):
     offs_h: Any  # [HEADS_PADDED]
     is_head: Any  # [HEADS_PADDED]: False where the group has no more heads
     line: Any  # [HEADS_PADDED]: where they are in (batch, heads, queries)
-
-
-class Part(NamedTuple):
-    """The keys of a program, by position."""
-
-    first: Any  # the first key that the row's queries see
-    start: Any  # of this part
-    stop: Any  # before which it ends
-    query_position: Any  # of query 0
 
 
 @triton.jit
@@ -188,16 +167,15 @@ def _program_heads(mask, step, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _program_part(mask, step, b, BLOCK_N: tl.constexpr):
-    """The keys of a program, whole tiles of those that the row's queries see."""
+    """Positions: of the first key in sight of the row, of a program's keys, whole tiles, begin and stop, of query 0."""
     if step.lengths is None:
         length = step.slots >> 1
         query_position = step.query_offset >> 1
     else:
         length = tl.load(step.lengths + b).to(tl.int32)
         query_position = length - mask.queries
-    if step.ring_size is None:
-        length = tl.minimum(length, step.slots >> 1)
-    first = tl.maximum(length - (step.slots >> 1), 0)
+    length = tl.minimum(length, step.slots >> 1)
+    first = tl.maximum(length - (step.slots >> 1), 0)  # 0, but where the compiler knows it two registers spill on 8.0
     last = length
     if mask.CAUSAL:
         last = tl.minimum(last, query_position + mask.queries)
@@ -206,22 +184,19 @@ def _program_part(mask, step, b, BLOCK_N: tl.constexpr):
         if not mask.CAUSAL:
             last = tl.minimum(last, query_position + mask.queries - 1 + mask.window)
     size = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), BLOCK_N), tl.num_programs(0)) * BLOCK_N
-    start = first + tl.program_id(0) * size
-    return Part(first, start, tl.minimum(start + size, last), query_position)
+    begin = first + tl.program_id(0) * size
+    return first, begin, tl.minimum(begin + size, last), query_position
 
 
 @triton.jit
-def _locate(offs_n, is_key, step, b):
-    """Find keys: block of a paged cache, or row of the batch; row in the block; slot of the row of the batch."""
-    slot = offs_n
-    if step.ring_size is not None:
-        slot = offs_n % step.ring_size
+def _locate(slot, is_key, step, b):
+    """Find keys: block of a paged cache, or row of the batch; and row in the block."""
     if step.PAGE == 0:
-        return tl.zeros_like(slot).to(tl.int64) + b, slot.to(tl.int64), slot
+        return tl.zeros_like(slot).to(tl.int64) + b, slot.to(tl.int64)
     else:
         table = step.table + b * step.table_stride
         block = tl.load(table + slot // step.PAGE, mask=is_key, other=0).to(tl.int64)
-        return block, (slot % step.PAGE).to(tl.int64), slot
+        return block, (slot % step.PAGE).to(tl.int64)
 
 
 @triton.jit
@@ -263,20 +238,18 @@ def compose(a, query, key, static, stage):
 
 
 @triton.jit
-def _mask_scores(x, mask, heads, offs_n, is_key, slot, query_position):
+def _mask_scores(x, mask, heads, offs_n, is_key, stop, query_position):
     """Add a float mask to scores [HEADS, BLOCK_N], and hide keys by the rule of visibility_dcformer.py."""
-    age = query_position + heads.index - offs_n
-    is_visible = is_key
-    if mask.CAUSAL:
-        is_visible = is_visible & (age >= 0)
+    first, last = band(mask, query_position + heads.index, stop)
+    is_visible = offs_n <= last
     if mask.window is not None:
-        is_visible = is_visible & (age < mask.window) & (age > -mask.window)
+        is_visible = is_visible & (offs_n >= first)
     if mask.padding is not None:
         padding = mask.padding + heads.b * (mask.padding_stride_b >> 1)
-        is_visible = is_visible & (tl.load(padding + slot, mask=is_key, other=0) != 0)
+        is_visible = is_visible & (tl.load(padding + offs_n, mask=is_key, other=0) != 0)
     if mask.dense is not None:
         dense = mask.dense + heads.b * (mask.dense_stride_b >> 1) + heads.index * (mask.dense_stride_m >> 1)
-        dense = tl.load(dense + slot, mask=is_key, other=0)
+        dense = tl.load(dense + offs_n, mask=is_key, other=0)
         if mask.dense.dtype.element_ty == tl.float32:
             x += dense[None, :]
         else:
@@ -289,18 +262,18 @@ def decode_scores_kernel(mask, step, pre, q, k, scale, BLOCK_N: tl.constexpr):
     """Composed scores of all heads of a group for one query and a part of the keys, and the logarithm of their sum."""
     heads = _program_heads(mask, step, 1)
     factors, static = _load_query_side(pre, step, heads)
-    part = _program_part(mask, step, heads.b, BLOCK_N)
+    first, begin, stop, query_position = _program_part(mask, step, heads.b, BLOCK_N)
     share = heads.b * tl.num_programs(1) + tl.program_id(1)
     for i in tl.static_range(step.BLOCKS):
         tl.store(step.tickets + share * step.BLOCKS + i, 0)
     # Below all scores that are seen, but finite: -inf - -inf is not a number.
     maximum = tl.full([step.HEADS_PADDED], -3e38, tl.float32)
     total = tl.zeros([step.HEADS_PADDED], tl.float32)
-    for start in range(part.start, part.stop, BLOCK_N):
+    for start in range(begin, stop, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
-        is_key = offs_n < part.stop
+        is_key = offs_n < stop
         is_pair = heads.is_head[:, None] & is_key[None, :]
-        block, row, slot = _locate(offs_n, is_key, step, heads.b)
+        block, row = _locate(offs_n, is_key, step, heads.b)
         k_rows = k.pointer + state_offsets(k, block[None, :], heads.offs_h[:, None], row[None, :])
         q_rows = q.pointer + state_offsets(q, heads.b, heads.offs_h, heads.index)
         key_factors = _load_key_factors(pre.key, block, row, heads, is_pair)
@@ -315,11 +288,11 @@ def decode_scores_kernel(mask, step, pre, q, k, scale, BLOCK_N: tl.constexpr):
             products += q_block.to(tl.float32)[:, None, :] * k_block.to(tl.float32)
         a = (tl.sum(products, 2) * scale)[None, :, :]
         x = tl.reshape(compose(a, factors, key_factors, static, pre), [step.HEADS_PADDED, BLOCK_N])
-        x = _mask_scores(x, mask, heads, offs_n, is_key, slot, part.query_position)
+        x = _mask_scores(x, mask, heads, offs_n, is_key, stop, query_position)
         highest = tl.maximum(maximum, tl.max(x, 1))
         total = total * tl.exp2(maximum - highest) + tl.sum(tl.exp2(x - highest[:, None]), 1)
         maximum = highest
-        offsets = heads.line[:, None] * (step.span >> 1) + (offs_n - part.first)[None, :]
+        offsets = heads.line[:, None] * (step.span >> 1) + (offs_n - first)[None, :]
         tl.store(step.scores + offsets, x, mask=is_pair)
     offsets = (share * (step.parts >> 1) + tl.program_id(0)) * step.HEADS_PADDED + tl.arange(0, step.HEADS_PADDED)
     tl.store(step.log_sums + offsets, maximum + tl.log2(tl.maximum(total, 1.0)))  # 0 only where no key is seen
@@ -331,7 +304,7 @@ def _load_tile(start, stop, scores, v, post, step, heads, offs_d, BLOCK_N: tl.co
     offs_n = start + tl.arange(0, BLOCK_N)
     is_key = offs_n < stop
     is_pair = heads.is_head[:, None] & is_key[None, :]
-    block, row, _slot = _locate(offs_n, is_key, step, heads.b)
+    block, row = _locate(offs_n, is_key, step, heads.b)
     rows = v.pointer + state_offsets(v, block[None, :], heads.offs_h[:, None], row[None, :])
     is_value = is_pair[:, :, None] & (offs_d < v.CHANNELS)[None, None, :]
     values = tl.load(rows[:, :, None] + offs_d[None, None, :], mask=is_value, other=0.0)
@@ -344,11 +317,11 @@ def decode_values_kernel(mask, step, post, v, part_outputs, o, BLOCK_N: tl.const
     """Sums of some channels of the values by composed weights of a part of the keys; the last program joins them."""
     heads = _program_heads(mask, step, step.BLOCKS)
     factors, static = _load_query_side(post, step, heads)
-    part = _program_part(mask, step, heads.b, BLOCK_N)
+    first, begin, stop, _ = _program_part(mask, step, heads.b, BLOCK_N)
     offs_d = tl.program_id(1) % step.BLOCKS * _BLOCK_D + tl.arange(0, _BLOCK_D)
     # Tiles are loaded early: the first one comes while the sums are joined.
-    scores = step.scores + heads.line[:, None] * (step.span >> 1) - part.first
-    x, key_factors, values = _load_tile(part.start, part.stop, scores, v, post, step, heads, offs_d, BLOCK_N)
+    scores = step.scores + heads.line[:, None] * (step.span >> 1) - first
+    x, key_factors, values = _load_tile(begin, stop, scores, v, post, step, heads, offs_d, BLOCK_N)
     share = heads.b * tl.num_programs(1) + tl.program_id(1)
     number = tl.arange(0, step.PARTS_PADDED)[:, None]
     offsets = (share // step.BLOCKS * (step.parts >> 1) + number) * step.HEADS_PADDED
@@ -357,11 +330,11 @@ def decode_values_kernel(mask, step, post, v, part_outputs, o, BLOCK_N: tl.const
     log_sum = tl.max(sums, 0)
     log_sum += tl.log2(tl.sum(tl.exp2(sums - log_sum[None, :]), 0))
     products = tl.zeros([step.HEADS_PADDED, BLOCK_N, _BLOCK_D], tl.float32)
-    for start in range(part.start, part.stop, BLOCK_N):
+    for start in range(begin, stop, BLOCK_N):
         e = tl.exp2(x - log_sum[:, None])[None, :, :]
         y = tl.reshape(compose(e, factors, key_factors, static, post), [step.HEADS_PADDED, BLOCK_N])
         products += y[:, :, None] * values.to(tl.float32)
-        x, key_factors, values = _load_tile(start + BLOCK_N, part.stop, scores, v, post, step, heads, offs_d, BLOCK_N)
+        x, key_factors, values = _load_tile(start + BLOCK_N, stop, scores, v, post, step, heads, offs_d, BLOCK_N)
     result = tl.sum(products, 1)
     outputs = o.pointer + (state_offsets(o, heads.b, heads.offs_h, heads.index)[:, None] + offs_d[None, :])
     is_output = heads.is_head[:, None] & (offs_d < v.CHANNELS)[None, :]
@@ -376,8 +349,8 @@ def decode_values_kernel(mask, step, post, v, part_outputs, o, BLOCK_N: tl.const
         tl.debug_barrier()
         if tl.atomic_add(step.tickets + share, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
             joined = tl.zeros([SIZE], tl.float32)
-            for first in range(0, tl.num_programs(0), AT_ONCE):
-                some = first + tl.arange(0, AT_ONCE)[:, None]
+            for part in range(0, tl.num_programs(0), AT_ONCE):
+                some = part + tl.arange(0, AT_ONCE)[:, None]
                 some = tl.load(part_outputs + some * SIZE, some < tl.num_programs(0), 0.0, cache_modifier=".cg")
                 joined += tl.sum(some, 0)
             result = tl.reshape(joined, [step.HEADS_PADDED, _BLOCK_D])

@@ -86,7 +86,7 @@ class TritonBackend(Backend):
         # The kernels for a few queries take no documents, no gradients and no symbols as lengths.
         may_decode = call.sequence_ids is None and not call.needs_gradient() and is_number(call.query.shape[2])
         if may_decode and call.query.shape[2] <= MOST_DECODE_QUERIES:
-            return decode_op(*call, None, None, None)
+            return decode_op(*call, None, None)
         return forward_op(*call)[0]
 
     def factors(self, act_fn: Any, eps: float, states: Tensor, *weights: Tensor | None) -> Tensor | None:
@@ -170,11 +170,11 @@ def _backward(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
 def _decode(*arguments: Any) -> Tensor:
     from .attention_decode import composed_decode
 
-    call, of_cache = Call(*arguments[:-3]).with_channels_last(), arguments[-3:]
+    call, of_cache = Call(*arguments[:-2]).with_channels_last(), arguments[-2:]
     with torch.cuda.device_of(call.query):
         return composed_decode(call, *of_cache)
 
 
 forward_op = differentiable_op("composed", _forward, _backward, "Triton")
-_SCHEMA = f"({ARGUMENTS}, Tensor? key_lengths, Tensor? block_table, SymInt? ring_size) -> Tensor"
+_SCHEMA = f"({ARGUMENTS}, Tensor? key_lengths, Tensor? block_table) -> Tensor"
 decode_op = register_op("composed_decode", _decode, attention_flops, schema=_SCHEMA)
