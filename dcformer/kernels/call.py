@@ -106,8 +106,8 @@ def groups_of(inputs: AttentionInputs) -> list[int]:
 def why_no_kernel(inputs: AttentionInputs) -> str | None:
     """Why no kernel of this folder computes a call, as the end of a sentence; None if nothing here forbids it."""
     dense, tensors = inputs.mask.dense, list(inputs[:3])
-    for *sides, static, _ in (inputs.pre or _NOTHING, inputs.post or _NOTHING):
-        for side in sides:
+    for query, key, static, _ in (inputs.pre or _NOTHING, inputs.post or _NOTHING):
+        for side in (query, key):
             if side is not None:
                 tensors.append(side.factors)
                 if side.factors.shape[3] // 2 > MOST_RANK:
