@@ -41,8 +41,8 @@ from dcformer import DCFormerConfig, DCPythiaConfig
 from dcformer.common.dtypes import dtype_name
 from dcformer.common.files import json_digest, write_atomically
 from dcformer.eval import TABLE4_COLUMNS, DCFormerLM, quiet_harness, task_manager
-from dcformer.eval.data import DEFAULT_SEED, spread_indices
 from dcformer.eval.suites import PREFIX
+from dcformer.eval.task_data import DEFAULT_SEED, spread_indices
 from dcformer.loading import choose_device, load_tokenizer
 
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from ..common.contexts import encode_context
 from ..common.hub import load_from_hub, naming_what_is_missing
 from ..loading import load_tokenizer
-from . import data
-from .data import DEFAULT_SEED, SOURCES
+from . import task_data
+from .task_data import DEFAULT_SEED, SOURCES
 
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ def load_pile(
         with naming_what_is_missing(source.path):
             files = [Path(hf_hub_download(source.path, "val.jsonl.zst", **where))]
     else:
-        folder = Path(data_dir, data.data_folder("pile", data_dir))
-        files = data.data_files(folder, *(["test.jsonl"] if folder.name == "pile_sample" else _JSONL))
-    documents = [text for (text,) in data.jsonl_fields(files, ("text",), subset, seed)]
+        folder = Path(data_dir, task_data.data_folder("pile", data_dir))
+        files = task_data.data_files(folder, *(["test.jsonl"] if folder.name == "pile_sample" else _JSONL))
+    documents = [text for (text,) in task_data.jsonl_fields(files, ("text",), subset, seed)]
     return _packed("pile", documents, data_dir, **settings)
 
 
@@ -60,12 +60,12 @@ def load_wikitext2(data_dir: str | None = None, **settings: Any) -> dict[str, An
     """Articles of the test split of WikiText-2, packed like the documents of [`load_pile`]."""
     if data_dir is None:
         source = SOURCES["wikitext2"]
-        rows = load_from_hub(data.import_extra("datasets").load_dataset, source.path, source.name, split="test")
+        rows = load_from_hub(task_data.import_extra("datasets").load_dataset, source.path, source.name, split="test")
         # In the Hub's copy blank lines are empty; in the file they are a space and a line feed.
         text = "".join(line or " \n" for line in rows["text"])
     else:
-        (file,) = data.data_files(Path(data_dir, "wikitext2"), "wikitext2_test.txt")
-        text = data.read_text(file)
+        (file,) = task_data.data_files(Path(data_dir, "wikitext2"), "wikitext2_test.txt")
+        text = task_data.read_text(file)
     return _packed("wikitext2", wikitext_articles(text), data_dir, **settings)
 
 
@@ -82,8 +82,8 @@ def _packed(
 ) -> dict[str, Any]:
     """Streams of all documents or of `windows` windows; `settings` are the model's arguments as lm-eval passes them."""
     check_window(window, **settings)
-    origin = data.checked_origin(folder, ((text,) for text in documents), data_dir, data_hash, is_ordered=True)
-    chosen = [documents[index] for index in data.sampled_indices(len(documents), subset, seed)]
+    origin = task_data.checked_origin(folder, ((text,) for text in documents), data_dir, data_hash, is_ordered=True)
+    chosen = [documents[index] for index in task_data.sampled_indices(len(documents), subset, seed)]
     packed = pack_documents(chosen, task_tokenizer(**settings), window, windows, settings)
     return {"test": packed, "origin": origin}
 
@@ -100,14 +100,14 @@ def load_flan(
     check_window(window, **settings)
     tokenizer = task_tokenizer(**settings)
     if data_dir is None:
-        rows = load_from_hub(data.import_extra("datasets").load_dataset, SOURCES["flan"].path, split="train")
-        chosen = rows.select(data.sampled_indices(len(rows), subset, seed))
+        rows = load_from_hub(task_data.import_extra("datasets").load_dataset, SOURCES["flan"].path, split="train")
+        chosen = rows.select(task_data.sampled_indices(len(rows), subset, seed))
         pairs = [(row["prompt"], row["completion"]) for row in chosen]
     else:
         pairs = list(
-            data.jsonl_fields(data.data_files(Path(data_dir, "flan"), *_JSONL), ("inputs", "targets"), subset, seed)
+            task_data.jsonl_fields(task_data.data_files(Path(data_dir, "flan"), *_JSONL), ("inputs", "targets"), subset, seed)
         )
-    origin = data.checked_origin("flan", pairs, data_dir, data_hash)
+    origin = task_data.checked_origin("flan", pairs, data_dir, data_hash)
     examples = []
     for given, target in pairs:
         context, continuation = given.strip(), " " + target.strip()  # the space is part of the target's first word
@@ -119,7 +119,7 @@ def load_flan(
         if not examples:
             raise ValueError(f"There is nothing to score in {len(pairs)} examples of flan: {reason}.")
         logger.warning("dcformer_flan_ppl leaves out %d of %d examples: %s.", left_out, len(pairs), reason)
-    return {"test": data.import_extra("datasets").Dataset.from_list(examples), "origin": origin}
+    return {"test": task_data.import_extra("datasets").Dataset.from_list(examples), "origin": origin}
 
 
 def score_stream(doc: dict, results: list) -> dict[str, tuple[float, float]]:
@@ -146,7 +146,7 @@ def check_window(window: int, max_length: int | None = None, pretrained: Any = N
         from transformers import AutoConfig
 
         hub = {"revision": options.get("revision") or "main", "trust_remote_code": options.get("trust_remote_code")}
-        resolve_max_length = data.import_extra("lm_eval.models.utils").resolve_max_length
+        resolve_max_length = task_data.import_extra("lm_eval.models.utils").resolve_max_length
         max_length = resolve_max_length(AutoConfig.from_pretrained(pretrained, **hub), None, default=PAPER_WINDOW)
     if max_length is None or int(max_length) != window:
         raise ValueError(
@@ -252,13 +252,13 @@ def pack_documents(
                 "n_artificial_ends": n_cut,
             }
         )
-    return data.import_extra("datasets").Dataset.from_list(rows)
+    return task_data.import_extra("datasets").Dataset.from_list(rows)
 
 
 def _taken(lengths: list[int], budget: int) -> dict[int, int]:
     """Index of a document -> number of its tokens to take, `budget` tokens together."""
     taken: dict[int, int] = {}
-    for index in range(len(lengths)) if sum(lengths) <= budget else data.spread_order(len(lengths)):
+    for index in range(len(lengths)) if sum(lengths) <= budget else task_data.spread_order(len(lengths)):
         if budget > 0:
             taken[index] = min(lengths[index], budget)
             budget -= taken[index]

@@ -21,8 +21,8 @@ import dcformer
 
 from ..common.files import find_damage, json_digest, make_manifest, write_atomically
 from ..common.hub import find_commit
-from .data import files_fingerprint
 from .suites import PREFIX
+from .task_data import files_fingerprint
 
 
 _RUN_AGAIN = "Its task has to run again."

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..head_tasks import REFERENCES, reference_answers
 from . import published, stats
-from .data import LOCAL_FILES, import_extra, source_of
-from .head_tasks import by_text
+from .head_task_answers import by_text
 from .perplexity import PAPER_WINDOW
 from .published import AVERAGE, PAPER_ROWS
 from .records import Record, model_folder, read_records, read_samples
 from .suites import AUTHORS_TASKS, HEAD_TASKS, PERPLEXITY_TASKS, TABLE4_COLUMNS
+from .task_data import LOCAL_FILES, import_extra, source_of
 
 
 if TYPE_CHECKING:

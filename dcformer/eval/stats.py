@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .data import import_extra
+from .task_data import import_extra
 
 
 RESAMPLES = 10_000

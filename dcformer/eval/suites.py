@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import data
-from .data import TABLE4_COLUMNS, import_extra, source_of
+from . import task_data
+from .task_data import TABLE4_COLUMNS, import_extra, source_of
 
 
 PREFIX = "dcformer_"
@@ -126,7 +126,7 @@ def shots_of(task: str, num_fewshot: Iterable[int]) -> tuple[int, ...]:
 
 def tasks_folder() -> Path:
     """The folder of the task definitions, for lm-eval's `--include_path`."""
-    return data.TASKS_FOLDER
+    return task_data.TASKS_FOLDER
 
 
 def task_manager(metadata: dict[str, Any] | None = None):

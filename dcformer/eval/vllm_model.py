@@ -17,9 +17,9 @@ import torch
 from ..common import optional
 from ..configuration_dcformer import DCFormerConfig
 from ..loading import FoundModel, find_model
-from .data import import_extra
-from .model import LogLikelihoods, harness, policy_in_force
+from .lm_eval_model import LogLikelihoods, harness, policy_in_force
 from .prefixes import Score, ScoredInput, shared_length
+from .task_data import import_extra
 
 
 # Tokens of a block of the cache, which shares prefixes in whole blocks; the smallest size that every backend takes.

@@ -24,7 +24,7 @@ from dcformer.eval import (
     source_of,
     write_record,
 )
-from dcformer.eval.head_tasks import by_text
+from dcformer.eval.head_task_answers import by_text
 from dcformer.eval.report import short_names
 from dcformer.eval.stats import Difference, accuracy_stderr, mean_stderr, metric_and_stderr, paired_mean_difference
 

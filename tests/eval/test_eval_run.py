@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from dcformer.cli import app
 from dcformer.common.files import file_lock, json_digest
-from dcformer.eval import evaluate, prefixes, read_records, read_samples, records, run, tasks_folder
+from dcformer.eval import evaluate, evaluator, prefixes, read_records, read_samples, records, tasks_folder
 from dcformer.head_tasks import build_tokenizer
 from dcformer.loading import fingerprint_tokenizer
 
@@ -88,8 +88,8 @@ def test_every_task_and_number_of_shots_has_a_record_in_the_layout_of_lm_eval(st
 
 def test_results_are_reused_if_they_are_complete_and_their_settings_are_the_same(start, monkeypatch, tmp_path):
     start(tasks="piqa")
-    scored, score = [], run._score
-    monkeypatch.setattr(run, "_score", lambda *given: scored.append(given[2].task) or score(*given))
+    scored, score = [], evaluator._score
+    monkeypatch.setattr(evaluator, "_score", lambda *given: scored.append(given[2].task) or score(*given))
     monkeypatch.setattr(records, "git_revision", lambda: "another")
     start()
     assert scored == ["sciq"]
@@ -144,7 +144,7 @@ def test_a_damaged_result_is_named_and_its_task_run_again(name, damage, start, t
         read_samples(tmp_path / "out", record) if name == "samples.jsonl" else read_records(tmp_path / "out")
     start(tasks="piqa", num_fewshot=(0, 2))
     assert contents(tmp_path / "out") == whole
-    (message,) = [record.getMessage() for record in caplog.records if record.name == run.__name__]
+    (message,) = [record.getMessage() for record in caplog.records if record.name == evaluator.__name__]
     assert str(path) in message and "has to run again" in message
 
 
@@ -175,11 +175,11 @@ def test_every_model_has_a_folder_of_its_own_below_the_results(tmp_path):
 
 
 MOMENTS = {
-    "while data are read": (run, "task_manager", 2),
+    "while data are read": (evaluator, "task_manager", 2),
     "in the second task": (prefixes.Scorer, "score", 2),
     "while the samples are written": (os, "fsync", 1),
     "between the samples and the record": (records, "write_atomically", 2),
-    "after the first record": (run, "_score", 2),
+    "after the first record": (evaluator, "_score", 2),
 }
 
 
@@ -243,7 +243,7 @@ WRONG = {
 
 @pytest.mark.parametrize("words", WRONG)
 def test_what_would_be_silently_wrong_is_refused_before_anything_is_computed(words, start, monkeypatch):
-    monkeypatch.setattr(run, "_build_scorer", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(evaluator, "_build_scorer", lambda *_: pytest.fail("a model was loaded"))
     with pytest.raises(ValueError, match=words):
         start(**WRONG[words])
 
@@ -334,7 +334,7 @@ def test_commands(data, model, tmp_path):
 
 def test_a_task_is_added_by_its_file_alone(start, data, tmp_path, monkeypatch):
     folder = shutil.copytree(tasks_folder(), tmp_path / "tasks")
-    monkeypatch.setattr("dcformer.eval.data.TASKS_FOLDER", folder)
+    monkeypatch.setattr("dcformer.eval.task_data.TASKS_FOLDER", folder)
     file, ways = folder / "dcformer_ways.yaml", "doc_to_choice: '{{[sol1, sol2]}}'\ndoc_to_target: label\n"
     read = f"dataset_path: parquet\ndataset_kwargs: {{data_files: {data}/piqa/validation.parquet}}\ntest_split: train\n"
     file.write_text(

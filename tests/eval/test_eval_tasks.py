@@ -29,17 +29,17 @@ from dcformer.eval import (
     SUITES,
     TABLE4_COLUMNS,
     DCFormerLM,
-    data,
+    evaluator,
     find_tasks,
     list_tasks,
     perplexity,
-    prompts,
-    run,
     source_of,
+    table4_prompts,
+    task_data,
     task_manager,
     tasks_folder,
 )
-from dcformer.eval import head_tasks as tasks_of_heads
+from dcformer.eval import head_task_answers as tasks_of_heads
 from dcformer.eval.suites import OTHER_PROMPTS, TASKS
 from dcformer.head_tasks import build_tokenizer, held_out_questions
 
@@ -161,23 +161,23 @@ def test_race_is_asked_as_before_version_three():
             {"question": "The story is about   _  .", "options": ["a dog", "a cat", "a hat", "a mat"], "answer": "B"},
         ],
     }
-    assert prompts.race_context(document) == (
+    assert table4_prompts.race_context(document) == (
         "Article: Tom has a cat.\nIt is black.\n\n _  .black\nQuestion: Who has a cat?\nAnswer: Tom.\n"
         "Question: Tom's cat _  .\nAnswer: sleeps\nThe story is about   _  ."
     )
-    assert prompts.race_choices(document)[prompts.race_answer(document)] == "a cat"
+    assert table4_prompts.race_choices(document)[table4_prompts.race_answer(document)] == "a cat"
 
 
 def test_other_prompts_have_the_words_of_lm_eval(tasks):
     for document in tasks["race_high"].eval_docs.select(range(50)):
         theirs = {**document, "problems": repr(document["problems"])}
-        assert prompts.race_context_lm_eval_0_4_13(document) == preprocess_race.doc_to_text(theirs)
-        assert prompts.race_choices(document) == preprocess_race.doc_to_choice(theirs)
-        assert prompts.race_answer(document) == preprocess_race.doc_to_target(theirs)
+        assert table4_prompts.race_context_lm_eval_0_4_13(document) == preprocess_race.doc_to_text(theirs)
+        assert table4_prompts.race_choices(document) == preprocess_race.doc_to_choice(theirs)
+        assert table4_prompts.race_answer(document) == preprocess_race.doc_to_target(theirs)
     for support in ("", " \n"):
         document = {"support": support, "question": "What melts?"}
-        assert prompts.sciq_context(document) == "Question: What melts?\nAnswer:"
-        assert prompts.sciq_context_lm_eval_0_4_13(document) == "\nQuestion: What melts?\nAnswer:"
+        assert table4_prompts.sciq_context(document) == "Question: What melts?\nAnswer:"
+        assert table4_prompts.sciq_context_lm_eval_0_4_13(document) == "\nQuestion: What melts?\nAnswer:"
     documents = datasets.Dataset.from_list([{"text": f"The cat number {i} has a hat"} for i in range(6)])
     names = ("lambada_openai", "lambada_openai_lm_eval_0_4_13")
     both = [task_of(name, {"scored": documents, "examples": documents}) for name in names]
@@ -193,12 +193,12 @@ def write_rows(folder, column, split, rows):
 def test_examples_come_from_train_and_files_may_be_of_several_layouts(tmp_path):
     write_rows(tmp_path, "race_high", "train", [ROWS["race_high"]])
     write_rows(tmp_path, "race_high", "test", [{"article": name, **QUESTION} for name in "XYX"])
-    documents = data.load_documents("race_high", tmp_path)
+    documents = task_data.load_documents("race_high", tmp_path)
     assert [row["article"] for row in documents["examples"]] == ["T"]
     assert [(row["article"], len(row["problems"])) for row in documents["scored"]] == [("X", 2), ("Y", 1)]
     (tmp_path / "logiqa").mkdir()
     (tmp_path / "logiqa" / "test.txt").write_text(f"{LOGIQA}\n\n{LOGIQA}\n")
-    (first, _) = data.load_documents("logiqa", tmp_path)["scored"]
+    (first, _) = task_data.load_documents("logiqa", tmp_path)["scored"]
     options = ["Tom", "Ann", "Bob", "Eve"]
     assert first == {"label": "b", "context": "Tom runs. He sits.", "question": "Who?", "options": options}
 
@@ -262,7 +262,7 @@ def test_files_that_hold_no_documents_are_refused_with_the_place(name, content, 
     loaders = {name: getattr(perplexity, f"load_{name}") for name in ("pile", "flan", "wikitext2")}
     loaders["synthetic"] = functools.partial(tasks_of_heads.load_authors_texts, 2)
     with pytest.raises((ValueError, FileNotFoundError), match=words):
-        loaders.get(column, functools.partial(data.load_documents, column))(**settings)
+        loaders.get(column, functools.partial(task_data.load_documents, column))(**settings)
 
 
 def test_files_may_begin_with_a_mark_and_have_endings_in_upper_case(tmp_path):
@@ -272,44 +272,44 @@ def test_files_may_begin_with_a_mark_and_have_endings_in_upper_case(tmp_path):
     for name, content in names.items():
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text("\ufeff" + content, encoding="utf-8")
-        assert data.data_fingerprint(tmp_path, name.split("/")[0]).startswith("sha256:")
+        assert task_data.data_fingerprint(tmp_path, name.split("/")[0]).startswith("sha256:")
     settings = {"data_dir": str(tmp_path), "max_length": 2048, "tokenizer": build_tokenizer()}
     assert perplexity.load_pile(**settings)["test"]["text"][:] == ["a<|endoftext|>"]
     assert perplexity.load_flan(**settings)["test"]["context"][:] == ["a"]
     assert perplexity.load_wikitext2(**settings)["test"]["text"][:] == [f"{article}<|endoftext|>"]
-    assert data.load_documents("piqa", tmp_path)["scored"]["goal"][:] == ["Sit", "Sit"]
-    assert data.load_documents("logiqa", tmp_path)["scored"]["label"][:] == ["b"]
+    assert task_data.load_documents("piqa", tmp_path)["scored"]["goal"][:] == ["Sit", "Sit"]
+    assert task_data.load_documents("logiqa", tmp_path)["scored"]["label"][:] == ["b"]
 
 
 def test_other_documents_than_the_published_ones_are_refused_or_marked(tmp_path, monkeypatch):
     row = ROWS["piqa"]
     write_rows(tmp_path, "piqa", "validation", [row])
-    origin = data.load_documents("piqa", tmp_path)["origin"]
+    origin = task_data.load_documents("piqa", tmp_path)["origin"]
     assert origin["as_known"] is False
-    assert data.load_documents("piqa", tmp_path, data_hash=origin["hash"])
+    assert task_data.load_documents("piqa", tmp_path, data_hash=origin["hash"])
     with pytest.raises(ValueError, match=origin["hash"]):
-        data.load_documents("piqa", tmp_path, data_hash="sha256:" + 64 * "0")
+        task_data.load_documents("piqa", tmp_path, data_hash="sha256:" + 64 * "0")
     published = {"validation": datasets.Dataset.from_list([row])}
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: published)
     with pytest.raises(ValueError, match=source_of("piqa").hash):
-        data.load_documents("piqa")
-    assert data.load_documents("piqa", data_hash="any")
+        task_data.load_documents("piqa")
+    assert task_data.load_documents("piqa", data_hash="any")
     write_rows(tmp_path, "piqa", "validation", [{**row, "label": -1}])
     with pytest.raises(ValueError, match="'-1'"):
-        data.load_documents("piqa", tmp_path)
+        task_data.load_documents("piqa", tmp_path)
 
 
 def test_a_hash_is_of_the_documents_and_not_of_their_order_unless_that_matters():
     one, other = [("a", 1), ("b", {"y": 2, "x": 1})], [("b", {"x": 1, "y": 2}), ("a", 1)]
-    assert data.documents_hash(one) == data.documents_hash(other)
-    assert data.documents_hash(one, is_ordered=True) != data.documents_hash(other, is_ordered=True)
+    assert task_data.documents_hash(one) == task_data.documents_hash(other)
+    assert task_data.documents_hash(one, is_ordered=True) != task_data.documents_hash(other, is_ordered=True)
     lines = '["a",1]\n["b",{"x":1,"y":2}]\n'
-    assert data.documents_hash(one) == "sha256:" + hashlib.sha256(lines.encode()).hexdigest()
+    assert task_data.documents_hash(one) == "sha256:" + hashlib.sha256(lines.encode()).hexdigest()
 
 
 def test_indices_are_spread_over_all():
-    assert data.spread_indices(10, 4) == [0, 2, 5, 7] and data.spread_indices(3, 9) == [0, 1, 2]
-    assert data.spread_order(6) == [0, 4, 2, 1, 5, 3]
+    assert task_data.spread_indices(10, 4) == [0, 2, 5, 7] and task_data.spread_indices(3, 9) == [0, 1, 2]
+    assert task_data.spread_order(6) == [0, 4, 2, 1, 5, 3]
 
 
 def test_names_of_tasks_and_suites():
@@ -360,7 +360,7 @@ def test_head_tasks_score_what_plain_forward_passes_do():
     scorer = DCFormerLM(model, tokenizer=tokenizer, max_length=512, on_progress=lambda *_: None)
     loaded = task_manager({"tokenizer": tokenizer, "windows": 4}).load(["dcformer_head_tasks"])
     output = lm_eval.evaluate(scorer, loaded, bootstrap_iters=0)
-    samples = [run._as_sample(sample) for sample in output["samples"]["dcformer_head_tasks"]]
+    samples = [evaluator._as_sample(sample) for sample in output["samples"]["dcformer_head_tasks"]]
     questions = held_out_questions(documents=4)
     assert [sample["requests"][0]["continuation"] for sample in samples] == [row["answer"] for row in questions]
     expected = [by_hand((tokenizer, model), row["context"], row["answer"], most=512) for row in questions]

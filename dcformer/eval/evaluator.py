@@ -30,16 +30,16 @@ from ..common.processes import count_processes, in_first_process, is_first_proce
 from ..common.quiet import quiet_libraries
 from ..loading import FoundModel, choose_device, find_model, fingerprint_tokenizer
 from . import records
-from .data import data_fingerprint, import_extra, source_of, spread_indices
-from .head_tasks import FIELDS, by_text
+from .head_task_answers import FIELDS, by_text
 from .perplexity import PAPER_WINDOW
 from .records import Record
 from .stats import metric_and_stderr
 from .suites import HEAD_TASKS, PERPLEXITY_TASKS, PREFIX, find_tasks, shots_of, task_manager
+from .task_data import data_fingerprint, import_extra, source_of, spread_indices
 
 
 if TYPE_CHECKING:
-    from .model import LogLikelihoods
+    from .lm_eval_model import LogLikelihoods
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ def _settings(
     common: dict[str, Any],
 ) -> list[tuple[str, int, dict[str, Any]]]:
     """Task, number of shots and settings of all records of a model."""
-    from .model import policy_in_force
+    from .lm_eval_model import policy_in_force
 
     policy = policy_in_force(model.config, model.tokenizer, oov_policy)
     of_model = {
@@ -325,7 +325,7 @@ def _build_scorer(jobs: list[_Job], device: torch.device) -> LogLikelihoods:
         from .vllm_model import VLLMLM
 
         return VLLMLM(model, **options)
-    from .model import DCFormerLM
+    from .lm_eval_model import DCFormerLM
 
     return DCFormerLM(model, device=device, shared_prefixes=settings["shared_prefixes"], **options)
 

@@ -18,9 +18,9 @@ from tqdm import tqdm
 
 from ..common.processes import count_processes
 from ..loading import FoundModel, choose_device, find_model
-from .data import import_extra
 from .perplexity import encode
 from .prefixes import Score, ScoredInput, Scorer, Target
+from .task_data import import_extra
 
 
 CPU_BATCH_SIZE = 16

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from ..head_tasks import TASK_KINDS, held_out_questions
-from .data import SOURCES, checked_origin, data_files, documents_hash, import_extra, jsonl_fields, spread_indices
 from .perplexity import continuation_ids, task_tokenizer
 from .stats import as_pair
+from .task_data import SOURCES, checked_origin, data_files, documents_hash, import_extra, jsonl_fields, spread_indices
 
 
 HELD_OUT_DOCUMENTS = 1000
