@@ -18,7 +18,6 @@ from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, eval_result_
 from ..common.dtypes import dtype_name
 from ..common.files import write_atomically
 from ..eval import (
-    AUTHORS_TASKS,
     TABLE4_COLUMNS,
     Record,
     differences_from_published,
@@ -27,6 +26,7 @@ from ..eval import (
     read_records,
     source_of,
 )
+from ..eval.suites import in_paper_order
 from ..model_card import CARD_FILE, PAPER_URL, table, without_signature, write_card
 
 
@@ -98,9 +98,8 @@ class Score:
 
 def measured_scores(records: Iterable[Record]) -> list[Score]:
     """The scores of records, in the paper's order of tasks."""
-    order = {task: index for index, task in enumerate((*TABLE4_COLUMNS, *AUTHORS_TASKS))}
     scores = []
-    for record in sorted(records, key=lambda r: (r.num_fewshot, order.get(r.task, len(order)), r.task)):
+    for record in in_paper_order(records):
         for metric, measured in record.metrics.items():
             scale, digits = (100, 2) if metric.startswith("acc") else (1, 4)
             value, error = (measured.get(key) for key in ("value", "stderr"))
@@ -111,11 +110,11 @@ def measured_scores(records: Iterable[Record]) -> list[Score]:
 
 
 def _details(record: Record) -> str:
-    known = {**(record.settings.get("versions") or {}), **record.settings}
+    known = {**record.settings.versions, **vars(record.settings)}
     names = {"task_version": "task version", "dtype": "dtype", "oov_policy": "oov_policy"}
     names |= {"max_length": "max_length", "dcformer": "dcformer", "lm_eval": "lm_eval", "git_revision": "commit"}
     if record.num_fewshot:
-        known |= {"examples": record.observed.get("documents", {}).get("examples")}
+        known |= {"examples": record.documents.get("examples")}
         names |= {"seed": "seed", "examples": "examples from"}
     parts = [f"{name} {known[key]}" for key, name in names.items() if known.get(key) is not None]
     return ", ".join([f"{record.num_samples} documents", *parts])
@@ -207,7 +206,7 @@ def _records_of(folder: Path, results: str | os.PathLike, evaluated_as: str | No
         matching = [record for record in records if record.model.rstrip("/") == evaluated_as.rstrip("/")]
     else:
         weights = model_fingerprint(os.fspath(folder))
-        matching = [record for record in records if record.settings.get("model") == weights]
+        matching = [record for record in records if record.settings.model == weights]
     if not matching:
         others = ", ".join(sorted({repr(record.model) for record in records}))
         raise ValueError(

@@ -1,10 +1,9 @@
 """`dcformer eval`, `report` and `tasks`."""
 
 import contextlib
-import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -70,18 +69,30 @@ def eval_command(
     debug: Debug = False,
 ) -> None:
     """Evaluate models on the tasks of the paper, and print its tables."""
-    options: dict[str, Any] = {**locals()}
-    with running_command(options.pop("debug"), _INTERRUPTED, is_first_process()), leaving_process_group():
-        from ..eval import AUTHORS_TASKS, build_report, evaluate, find_tasks
+    with running_command(debug, _INTERRUPTED, is_first_process()), leaving_process_group():
+        from ..eval import AUTHORS_TASKS, EvaluationOptions, build_report, evaluate, find_tasks
 
-        if not options.pop("authors"):
-            options["tasks"] = [task for task in find_tasks(suite, tasks) if task not in AUTHORS_TASKS]
-        if not re.fullmatch(r"\d+(,\d+)*", num_fewshot):
-            raise ValueError(f"--num-fewshot must be numbers such as 0,5, got {num_fewshot!r}.")
-        options["num_fewshot"] = [int(part) for part in num_fewshot.split(",")]
-        options["data_hash"] = _pairs("--data-hash", data_hash or [])
+        options = EvaluationOptions(
+            tasks=[task for task in find_tasks(suite, tasks) if authors or task not in AUTHORS_TASKS],
+            num_fewshot=num_fewshot,
+            limit=limit,
+            data_dir=data_dir,
+            data_hash=_pairs("--data-hash", data_hash or []),
+            batch_size=batch_size,
+            dtype=dtype,
+            max_length=max_length,
+            baseline=baseline,
+            device=device,
+            oov_policy=oov_policy,
+            engine=engine,
+            shared_prefixes=shared_prefixes,
+            seed=seed,
+            revision=revision,
+            tokenizer=tokenizer,
+            trust_remote_code=trust_remote_code,
+        )
         with _progress() as on_progress:
-            records = evaluate(**options, on_progress=on_progress)
+            records = evaluate(models, output=output, options=options, on_progress=on_progress)
         if records:  # empty in all processes except the first
             baseline = baseline and records[0].model  # with its revision
             build_report(output, baseline=baseline).print(make_console())

@@ -7,12 +7,13 @@ from typing import Any
 # Imported when they are asked for: the harness and torch take seconds, and a list of tasks needs neither.
 _PUBLIC = {
     "task_data": "TABLE4_COLUMNS Source source_of",
-    "head_task_answers": "authors_texts head_task_summary",
+    "head_task_answers": "authors_texts",
     "lm_eval_model": "DCFormerLM",
     "plot": "plot_deltas",
-    "records": "Record model_fingerprint model_folder read_records read_samples write_record",
-    "report": "Report build_report differences_from_published",
-    "evaluator": "evaluate quiet_harness",
+    "records": "Record Settings model_fingerprint model_folder read_records read_samples write_record",
+    "evaluation_report": "Report build_report",
+    "legend": "differences_from_published",
+    "evaluator": "EvaluationOptions evaluate quiet_harness",
     "stats": "Difference SeedComparison compare_seeds holm paired_difference seed_interval sign_test",
     "suites": "AUTHORS_TASKS HEAD_TASKS SUITES TaskSummary find_tasks list_tasks task_manager tasks_folder",
     "published": "",

@@ -14,10 +14,10 @@ import itertools
 import logging
 import os
 import platform
-import random
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,9 +32,9 @@ from ..loading import FoundModel, choose_device, find_model, fingerprint_tokeniz
 from . import records
 from .head_task_answers import FIELDS, by_text
 from .perplexity import PAPER_WINDOW
-from .records import Record
+from .records import Record, Settings
 from .stats import metric_and_stderr
-from .suites import HEAD_TASKS, PERPLEXITY_TASKS, PREFIX, find_tasks, shots_of, task_manager
+from .suites import HEAD_TASKS, PERPLEXITY_TASKS, PREFIX, find_tasks, task_manager
 from .task_data import data_fingerprint, import_extra, source_of, spread_indices
 
 
@@ -45,47 +45,59 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class EvaluationOptions:
+    """What [`evaluate`] runs, and how."""
+
+    suite: str | Sequence[str] = "table4"  #: see [`dcformer.eval.find_tasks`]
+    tasks: str | Iterable[str] | None = None  #: run instead of `suite`
+    num_fewshot: int | str | Iterable[int] = 0  #: examples before a question, for columns of Table 4; also `"0,5"`
+    limit: int | None = None  #: documents per task, windows of packed text, or texts of head tasks, spread evenly
+    data_dir: str | os.PathLike | None = None  #: folder with the data; `None`: they are fetched
+    #: Task -> required hash of its documents, `"sha256:..."` as in a record, or `"any"`. Without it fetched data must
+    #: have the known hash, and files of `data_dir` may have any.
+    data_hash: Mapping[str, str] | None = None
+    batch_size: int | str = "auto"  #: as in [`dcformer.eval.DCFormerLM`]; with vLLM the most inputs in one step
+    dtype: str | None = None  #: of the parameters; `None`: bfloat16, or float32 for head tasks alone
+    #: Most tokens of an input, and the length of the windows of running text; `None`: the model's context length, and
+    #: windows of 2,048 tokens.
+    max_length: int | None = None
+    baseline: str | None = None  #: a further model, run first
+    device: str | torch.device | None = None  #: as in [`dcformer.loading.choose_device`]
+    oov_policy: str | None = None  #: for ids without an embedding row, as in [`dcformer.eval.DCFormerLM`]
+    #: "transformers" or "vllm", which starts another process: a script needs `if __name__ == "__main__":` around.
+    engine: str = "transformers"
+    shared_prefixes: bool = True  #: as in [`dcformer.eval.DCFormerLM`]; vLLM always shares prefixes
+    seed: int = 1234  #: of the few-shot examples, and of all generators
+    revision: str | None = None  #: of all models, as in [`dcformer.loading.find_model`]; so are the next two
+    tokenizer: str | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
 class _Job:
-    """A record to be made, and its settings."""
+    """A record to be made."""
 
     model: FoundModel
     task: str
-    num_fewshot: int
-    settings: dict[str, Any]
+    settings: Settings
 
     def __str__(self) -> str:
-        return f"{self.model.full_name}, {self.task}, {self.num_fewshot}-shot"
+        return f"{self.model.full_name}, {self.task}, {self.settings.num_fewshot}-shot"
 
     @property
     def data(self) -> tuple:
         """The key of a job's task object, which jobs share; running text is packed by tokenizer and length."""
         depends = self.task in (*HEAD_TASKS, *PERPLEXITY_TASKS)
-        return (self.task, self.settings["tokenizer"], self.settings["max_length"]) if depends else (self.task,)
+        return (self.task, self.settings.tokenizer, self.settings.max_length) if depends else (self.task,)
 
 
 def evaluate(
     models: str | os.PathLike | Sequence[str | os.PathLike],
     *,
     output: str | os.PathLike,
-    suite: str | Sequence[str] = "table4",
-    tasks: str | Iterable[str] | None = None,
-    num_fewshot: int | Iterable[int] = 0,
-    limit: int | None = None,
-    data_dir: str | os.PathLike | None = None,
-    batch_size: int | str = "auto",
-    dtype: str | None = None,
-    max_length: int | None = None,
-    baseline: str | None = None,
-    device: str | torch.device | None = None,
-    oov_policy: str | None = None,
-    engine: str = "transformers",
-    shared_prefixes: bool = True,
-    seed: int = 1234,
-    revision: str | None = None,
-    tokenizer: str | None = None,
-    trust_remote_code: bool = False,
-    data_hash: Mapping[str, str] | None = None,
+    options: EvaluationOptions | None = None,
     on_progress: Callable[[str, int, int], None] | None = None,
+    **changes: Any,
 ) -> list[Record]:
     """
     Evaluate models, or resume an evaluation that was stopped.
@@ -93,28 +105,10 @@ def evaluate(
     Args:
         models: One name or several, as for [`dcformer.loading.find_model`].
         output: Folder of the records; records in it with the same settings are reused.
-        suite, tasks: What to run, see [`dcformer.eval.find_tasks`].
-        num_fewshot (defaults to 0): Examples before a question, one number or several, for columns of Table 4.
-        limit (*optional*): Documents per task, windows of packed text, or texts of head tasks, spread evenly over all.
-        data_dir (*optional*): Folder with the data; `None`: they are fetched.
-        batch_size (`int` or `"auto"`): Most inputs in a forward pass, halved if they do not fit into a GPU's memory;
-            "auto" is 16 on a CPU and 64 on a GPU. With vLLM the most inputs in one step.
-        dtype (*optional*): Data type of the parameters; `None`: bfloat16, or float32 for head tasks alone.
-        max_length (*optional*): Most tokens of an input, and the length of the windows of running text; `None`: the
-            model's context length, and windows of 2,048 tokens.
-        baseline (*optional*): A further model, run first.
-        device (*optional*): As in [`dcformer.loading.choose_device`].
-        oov_policy (*optional*): For ids without an embedding row, as in [`dcformer.eval.DCFormerLM`]; `None` in records
-            of models that have a row for every id.
-        engine (defaults to `"transformers"`): "transformers" or "vllm". vLLM starts another process, so a script needs
-            `if __name__ == "__main__":` around the call.
-        shared_prefixes (defaults to `True`): As in [`dcformer.eval.DCFormerLM`]; vLLM always shares prefixes.
-        seed (defaults to 1234): Seed of the few-shot examples, and of all generators.
-        revision, tokenizer, trust_remote_code: For all models, as in `find_model`.
-        data_hash (*optional*): Task -> required hash of its documents, `"sha256:..."` as in a record, or `"any"`.
-            `None`: fetched data must have the known hash, and files of `data_dir` may have any.
+        options (*optional*): [`EvaluationOptions`]; `None`: their defaults.
         on_progress (*optional*): Called in the first process with a description, and the numbers of requests done and
             in all.
+        changes: Fields of `options` with other values: `evaluate("dcformer-tiny", output="results", tasks="piqa")`.
 
     Returns:
         All records, the baseline's first; an empty list in processes other than the first.
@@ -124,42 +118,40 @@ def evaluate(
         ValueError: for a wrong option, an output that another evaluation is writing, or an id without an embedding row;
             finished records are kept.
     """
-    chosen = find_tasks(suite, tasks)
-    given = [*([baseline] if baseline else []), *([models] if isinstance(models, str | os.PathLike) else models)]
-    names = list(dict.fromkeys(name.rstrip("/") or name for name in map(os.fspath, given)))
-    shots = (num_fewshot,) if isinstance(num_fewshot, int) else tuple(num_fewshot)
+    options = replace(options or EvaluationOptions(), **changes)
+    chosen = find_tasks(options.suite, options.tasks)
+    given = [models] if isinstance(models, str | os.PathLike) else models
+    paths = [os.fspath(name) for name in (*([options.baseline] if options.baseline else []), *given)]
+    names = list(dict.fromkeys(path.rstrip("/") or path for path in paths))
     if not names:
         raise ValueError("models must name at least one, got none.")
-    if others := set(data_hash or ()) - set(chosen):
+    if others := set(options.data_hash or ()) - set(chosen):
         raise ValueError(f"data_hash must be of tasks that are run, got {', '.join(sorted(others))}.")
-    target = _join_processes(choose_device(device))
-    _check_options(limit, max_length, engine, target)
+    shots = _numbers(options.num_fewshot)
+    device = _join_processes(choose_device(options.device))
+    _check(options, device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(quiet_harness())
-        hub = {"revision": revision, "tokenizer": tokenizer, "trust_remote_code": trust_remote_code}
-        loaded = [find_model(name, **hub) for name in names]
+        hub: dict[str, Any] = {key: getattr(options, key) for key in ("revision", "tokenizer", "trust_remote_code")}
+        found = [find_model(name, **hub) for name in names]
         # Only one process may lock the folders, and it must do so before it reads them.
-        in_first_process(lambda: _lock(stack, output, [model.full_name for model in loaded]))
-        common = {
-            "dtype": dtype or ("float32" if set(chosen) <= set(HEAD_TASKS) else "bfloat16"),
-            "batch_size": batch_size if batch_size == "auto" else int(batch_size),
-            "limit": limit,
-            "engine": engine,
-            "shared_prefixes": shared_prefixes or engine == "vllm",
-            "seed": seed,
-            "versions": records.library_versions(engine),
-            "git_revision": records.git_revision(),
-        }
-        settings = in_first_process(
-            lambda: [_settings(model, chosen, shots, data_dir, max_length, oov_policy, common) for model in loaded]
-        )
-        jobs = [_Job(model, *job) for model, of_model in zip(loaded, settings) for job in of_model]
+        in_first_process(lambda: _lock(stack, output, [model.full_name for model in found]))
+        planned = in_first_process(lambda: [_plan(model, chosen, shots, options) for model in found])
+        jobs = [_Job(model, *job) for model, of_model in zip(found, planned) for job in of_model]
         is_left = in_first_process(lambda: [_finished(output, job) is None for job in jobs])
         left = list(itertools.compress(jobs, is_left))
-        task_objects = _load_tasks(left, data_dir, limit, data_hash or {})
+        task_objects = _load_tasks(left, options)
         for _, of_model in itertools.groupby(left, key=lambda job: job.model.full_name):
-            _run_jobs(list(of_model), task_objects, target, output, on_progress)
+            _run_jobs(list(of_model), task_objects, device, output, on_progress)
         return [record for job in jobs if (record := _finished(output, job))] if is_first_process() else []
+
+
+def _numbers(num_fewshot: int | str | Iterable[int]) -> tuple[int, ...]:
+    if isinstance(num_fewshot, str):
+        if not re.fullmatch(r"\d+(,\d+)*", num_fewshot):
+            raise ValueError(f"num_fewshot must be numbers such as 0,5, got {num_fewshot!r}.")
+        num_fewshot = map(int, num_fewshot.split(","))
+    return (num_fewshot,) if isinstance(num_fewshot, int) else tuple(dict.fromkeys(num_fewshot))
 
 
 def _join_processes(device: torch.device) -> torch.device:
@@ -170,22 +162,15 @@ def _join_processes(device: torch.device) -> torch.device:
     return import_extra("accelerate").PartialState(cpu=device.type == "cpu", timeout=timedelta(weeks=52)).device
 
 
-def _lock(stack: contextlib.ExitStack, output: str | os.PathLike, models: Iterable[str]) -> None:
-    for folder, sharing in itertools.groupby(sorted(models, key=records.model_folder), key=records.model_folder):
-        if len(names := [*sharing]) > 1:
-            raise ValueError(f"Results of {names[0]!r} and {names[1]!r} would have one folder; use two outputs.")
-        stack.enter_context(file_lock(Path(output, folder, ".lock")))
-
-
-def _check_options(limit: int | None, max_length: int | None, engine: str, device: torch.device) -> None:
+def _check(options: EvaluationOptions, device: torch.device) -> None:
     processes = count_processes()
-    if limit is not None and limit < processes:
-        raise ValueError(f"limit must be at least 1, and one per process ({processes}), got {limit}.")
-    if max_length is not None and max_length < 1:
-        raise ValueError(f"max_length must be at least 1, got {max_length}.")
-    if engine not in ("transformers", "vllm"):
-        raise ValueError(f"engine must be transformers or vllm, got {engine!r}.")
-    if engine == "vllm":
+    if options.limit is not None and options.limit < processes:
+        raise ValueError(f"limit must be at least 1, and one per process ({processes}), got {options.limit}.")
+    if options.max_length is not None and options.max_length < 1:
+        raise ValueError(f"max_length must be at least 1, got {options.max_length}.")
+    if options.engine not in ("transformers", "vllm"):
+        raise ValueError(f"engine must be transformers or vllm, got {options.engine!r}.")
+    if options.engine == "vllm":
         from .vllm_model import check_device_of_vllm
 
         check_device_of_vllm(device)
@@ -193,40 +178,45 @@ def _check_options(limit: int | None, max_length: int | None, engine: str, devic
             raise ValueError(f"engine='vllm' scores in one process, got {processes}; start one.")
 
 
-def _settings(
-    model: FoundModel,
-    tasks: Iterable[str],
-    shots: tuple[int, ...],
-    data_dir: str | os.PathLike | None,
-    max_length: int | None,
-    oov_policy: str | None,
-    common: dict[str, Any],
-) -> list[tuple[str, int, dict[str, Any]]]:
-    """Task, number of shots and settings of all records of a model."""
+def _lock(stack: contextlib.ExitStack, output: str | os.PathLike, models: Iterable[str]) -> None:
+    for folder, sharing in itertools.groupby(sorted(models, key=records.model_folder), key=records.model_folder):
+        if len(names := [*sharing]) > 1:
+            raise ValueError(f"Results of {names[0]!r} and {names[1]!r} would have one folder; use two outputs.")
+        stack.enter_context(file_lock(Path(output, folder, ".lock")))
+
+
+def _plan(
+    model: FoundModel, tasks: Sequence[str], shots: tuple[int, ...], options: EvaluationOptions
+) -> list[tuple[str, Settings]]:
+    """Task and settings of all records of a model."""
     from .lm_eval_model import policy_in_force
 
-    policy = policy_in_force(model.config, model.tokenizer, oov_policy)
-    of_model = {
-        "model": records.model_fingerprint(model.path, model.commit or "main"),
-        "model_type": model.config.model_type,
-        "tokenizer": fingerprint_tokenizer(model.tokenizer),
-        "oov_policy": policy if model.has_ids_without_embedding else None,
-        **common,
-    }
-    settings, versions = [], _task_versions()
+    policy = policy_in_force(model.config, model.tokenizer, options.oov_policy)
+    of_model = Settings(
+        model=records.model_fingerprint(model.path, model.commit or "main"),
+        model_type=model.config.model_type,
+        tokenizer=fingerprint_tokenizer(model.tokenizer),
+        oov_policy=policy if model.has_ids_without_embedding else None,
+        dtype=options.dtype or ("float32" if set(tasks) <= set(HEAD_TASKS) else "bfloat16"),
+        batch_size=options.batch_size if options.batch_size == "auto" else int(options.batch_size),
+        limit=options.limit,
+        engine=options.engine,
+        shared_prefixes=options.shared_prefixes or options.engine == "vllm",
+        seed=options.seed,
+        versions=records.library_versions(options.engine),
+        git_revision=records.git_revision(),
+    )
+    index, planned = task_manager().task_index, []
     for task in tasks:
-        of_task = {
-            "max_length": _longest_input(model, task, max_length),
-            "task_version": versions[task],
-            "data": data_fingerprint(data_dir, task),
-        }
-        settings += [(task, n, {**of_task, "num_fewshot": n, **of_model}) for n in shots_of(task, shots)]
-    return settings
-
-
-def _task_versions() -> dict[str, float | None]:
-    entries = task_manager().task_index.values()
-    return {entry.name.removeprefix(PREFIX): (entry.cfg.get("metadata") or {}).get("version") for entry in entries}
+        of_task = replace(
+            of_model,
+            max_length=_longest_input(model, task, options.max_length),
+            task_version=(index[PREFIX + task].cfg.get("metadata") or {}).get("version"),
+            data=data_fingerprint(options.data_dir, task),
+        )
+        is_complete = task in (*HEAD_TASKS, *PERPLEXITY_TASKS)  # without examples
+        planned += [(task, replace(of_task, num_fewshot=number)) for number in ((0,) if is_complete else shots)]
+    return planned
 
 
 def _longest_input(model: FoundModel, task: str, max_length: int | None) -> int:
@@ -249,14 +239,14 @@ def _longest_input(model: FoundModel, task: str, max_length: int | None) -> int:
 
 def _finished(output: str | os.PathLike, job: _Job) -> Record | None:
     """The record of a job, if it exists with its samples, both undamaged, and its settings are the same."""
-    path = records.record_path(output, job.model.full_name, job.task, job.num_fewshot)
+    path = records.record_path(output, job.model.full_name, job.task, job.settings.num_fewshot)
     if not path.is_file():
         return None
     try:
         record = records.read_record(path)
         if record.model.rstrip("/") != (name := job.model.full_name):
             raise ValueError(f"{str(path)!r} is a result of {record.model!r}, not {name!r}; give another output.")
-        if record.has_settings(job.settings):
+        if record.settings == job.settings:
             records.check_samples(path, record)
             return record
     except records.DamagedRecordError as error:
@@ -264,30 +254,26 @@ def _finished(output: str | os.PathLike, job: _Job) -> Record | None:
     return None
 
 
-def _load_tasks(
-    jobs: list[_Job], data_dir: str | os.PathLike | None, limit: int | None, hashes: Mapping[str, str]
-) -> dict[tuple, Any]:
+def _load_tasks(jobs: list[_Job], options: EvaluationOptions) -> dict[tuple, Any]:
     """`_Job.data` -> lm-eval's task object with its documents."""
     loaded: dict[tuple, Any] = {}
     for job in jobs:
         if job.data not in loaded:
-            length = job.settings["max_length"]
             metadata = {
-                "data_dir": None if data_dir is None else os.fspath(data_dir),
+                "data_dir": None if options.data_dir is None else os.fspath(options.data_dir),
                 "pretrained": job.model.path,
                 "tokenizer": job.model.tokenizer,
-                "max_length": length,
-                **({"window": length} if job.task in PERPLEXITY_TASKS else {}),
-                "windows": limit,  # of packed text, or texts of head tasks, which have several questions
-                "data_hash": hashes.get(job.task),
+                "max_length": job.settings.max_length,
+                "window": job.settings.max_length,
+                "windows": options.limit,  # of packed text, or texts of head tasks, which have several questions
+                "data_hash": (options.data_hash or {}).get(job.task),
             }
             task = task_manager(metadata).load([PREFIX + job.task])["tasks"][PREFIX + job.task]
             task.config.metadata.pop("tokenizer")  # lm-eval copies the metadata into every result
             loaded[job.data] = task
-        if job.num_fewshot and job.num_fewshot >= (count := len(loaded[job.data].fewshot_docs())):
-            raise ValueError(
-                f"num_fewshot must be below {count:,}, the documents of {job.task}, got {job.num_fewshot}."
-            )
+        shots = job.settings.num_fewshot
+        if shots and shots >= (count := len(loaded[job.data].fewshot_docs())):
+            raise ValueError(f"num_fewshot must be below {count:,}, the documents of {job.task}, got {shots}.")
     return loaded
 
 
@@ -315,19 +301,15 @@ def _run_jobs(
 def _build_scorer(jobs: list[_Job], device: torch.device) -> LogLikelihoods:
     """The scorer of the jobs' model; its inputs have at most the length of the longest job."""
     model, settings = jobs[0].model, jobs[0].settings
-    options: dict[str, Any] = {
-        "dtype": settings["dtype"],
-        "batch_size": settings["batch_size"],
-        "max_length": max(job.settings["max_length"] for job in jobs),
-        "oov_policy": settings["oov_policy"],
-    }
-    if settings["engine"] == "vllm":
+    options: dict[str, Any] = {name: getattr(settings, name) for name in ("dtype", "batch_size", "oov_policy")}
+    options["max_length"] = max(job.settings.max_length for job in jobs)
+    if settings.engine == "vllm":
         from .vllm_model import VLLMLM
 
         return VLLMLM(model, **options)
     from .lm_eval_model import DCFormerLM
 
-    return DCFormerLM(model, device=device, shared_prefixes=settings["shared_prefixes"], **options)
+    return DCFormerLM(model, device=device, shared_prefixes=settings.shared_prefixes, **options)
 
 
 def _score(
@@ -337,17 +319,17 @@ def _score(
     # `simple_evaluate` calls it too, but also takes two seconds per task to describe the machine.
     from lm_eval.evaluator import evaluate as run_harness
 
-    seed, limit, name = job.settings["seed"], job.settings["limit"], PREFIX + job.task
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    task.set_config(key="num_fewshot", value=job.num_fewshot)
-    task.set_fewshot_seed(seed=seed)
-    scorer.set_max_length(job.settings["max_length"])
+    settings, name = job.settings, PREFIX + job.task
+    import_extra("accelerate.utils").set_seed(settings.seed)
+    task.set_config(key="num_fewshot", value=settings.num_fewshot)
+    task.set_fewshot_seed(seed=settings.seed)
+    scorer.set_max_length(settings.max_length)
     scorer.start_counting(on_progress)
     start = time.perf_counter()
     is_limited = job.task in (*HEAD_TASKS, *PERPLEXITY_TASKS) and job.task != "flan_ppl"  # since it was loaded
-    chosen = None if limit is None or is_limited else {name: spread_indices(len(task.eval_docs), limit)}
+    chosen = None
+    if settings.limit is not None and not is_limited:
+        chosen = {name: spread_indices(len(task.eval_docs), settings.limit)}
     is_rolling = task.OUTPUT_TYPE == "loglikelihood_rolling"
     with scorer.whole_documents() if is_rolling else contextlib.nullcontext():
         # bootstrap_iters=0: lm-eval would take 100,000 bootstrap samples for a perplexity.
@@ -363,31 +345,23 @@ def _score(
         _, stderr = metric_and_stderr(by_text(samples), metric)
         value = float(results["results"][name][f"{metric},none"])
         metrics[metric] = {"value": value, "stderr": stderr if np.isfinite(stderr) else None}
-    totals = {key: sum(counts[key] for counts in counted) for key in ("requests", "input_tokens", "cached_tokens")}
     first = task.eval_docs[0]
     observed = {
         **{f"{key}_documents": len(set().union(*(counts[key] for counts in counted))) for key in ("oov", "truncated")},
         "documents": task.dataset.get("origin") or {"source": str(source_of(job.task)), "hash": None, "as_known": None},
         **({"artificial_ends": first["n_artificial_ends"]} if "n_artificial_ends" in first else {}),
     }
-    hardware = f"{platform.machine()}, {os.cpu_count()} cores"
-    if scorer.device.type == "cuda":
-        hardware = torch.cuda.get_device_name(scorer.device)
-    seconds = round(time.perf_counter() - start, 3)
-    timings = {"seconds": seconds, **totals, "processes": scorer.world_size, "hardware": hardware}
-    record = Record(
-        job.model.full_name,
-        job.task,
-        job.num_fewshot,
-        metrics,
-        num_samples=len(samples),
-        num_documents=results["n-samples"][name]["original"] + first.get("n_unscored", 0),
-        limit=limit,
-        settings=job.settings,
-        observed=observed,
-        timings=timings,
-    )
-    return record, samples
+    is_cuda, cores = scorer.device.type == "cuda", f"{platform.machine()}, {os.cpu_count()} cores"
+    timings = {
+        "seconds": round(time.perf_counter() - start, 3),
+        **{key: sum(counts[key] for counts in counted) for key in ("requests", "input_tokens", "cached_tokens")},
+        "processes": scorer.world_size,
+        "hardware": torch.cuda.get_device_name(scorer.device) if is_cuda else cores,
+    }
+    n_documents = results["n-samples"][name]["original"] + first.get("n_unscored", 0)
+    counts = (len(samples), n_documents)
+    made = (job.model.full_name, job.task, settings.num_fewshot, metrics, *counts, settings, observed, timings)
+    return Record(*made), samples
 
 
 def _as_sample(sample: dict) -> dict:

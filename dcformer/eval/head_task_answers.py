@@ -9,7 +9,7 @@ The answer of line K + 1 is scored with the K lines before it as examples, K fro
 separate task here.
 
 **What the model reads.** The brackets are removed, with one of the two spaces they leave, as in the paper's Table 11;
-all else is kept, also the line feed with which every text begins. `brackets=True` leaves them in.
+all else is kept, also the line feed with which every text begins.
 
 **Where the answer begins.** With the space before it, since the GPT-NeoX tokenizer joins a space to the word after it.
 
@@ -18,7 +18,6 @@ all else is kept, also the line feed with which every text begins. `brackets=Tru
 `first_token_perplexity`, which are left out where a tokenizer encodes the text of the first token alone as other ids.
 """
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -47,7 +46,6 @@ def load_held_out(windows: int | None = None, **settings: Any) -> dict[str, Any]
 def load_authors_texts(
     shots: int,
     data_dir: str | None = None,
-    brackets: bool = False,
     windows: int | None = None,
     data_hash: str | None = None,
     **settings: Any,
@@ -58,7 +56,7 @@ def load_authors_texts(
     questions = []
     for document in spread_indices(len(texts), windows):
         task, text = texts[document]
-        answers, kind = bracketed_answers(text, brackets), TASK_KINDS[task]
+        answers, kind = bracketed_answers(text), TASK_KINDS[task]
         if list(answers) != [2, 3, 4, 5, 6, 7]:
             raise ValueError(f"Text {document + 1} must have one answer in brackets on each of its lines 3 to 8.")
         context, answer = answers[shots]
@@ -115,15 +113,13 @@ def authors_texts(data_dir: str | None) -> Iterable[tuple[str, ...]]:
     return ((row["task_id"], row["texts"]) for row in rows)
 
 
-def bracketed_answers(text: str, brackets: bool = False) -> dict[int, tuple[str, str]]:
+def bracketed_answers(text: str) -> dict[int, tuple[str, str]]:
     """Number of lines before a bracketed answer -> `(context, answer)`, the answer with the space before it."""
     answers, context, end = {}, "", 0
     for match in _ANSWER.finditer(text):
-        context += text[end : match.start()]
-        answer = " " + match[1]
-        answers[context.count("\n") - 1] = (context + " [" if brackets else context, answer)
-        context += match[0] if brackets else answer
-        end = match.end()
+        context, answer = context + text[end : match.start()], f" {match[1]}"
+        answers[context.count("\n") - 1] = (context, answer)
+        context, end = context + answer, match.end()
     return answers
 
 
@@ -147,35 +143,3 @@ def by_text(samples: Sequence[Mapping]) -> Sequence[Mapping]:
         }
         for document, answers in texts.items()
     ]
-
-
-def head_task_summary(samples: Sequence[Mapping]) -> dict[str, Any]:
-    """
-    Means over all answers and over those of every number of shots, subject, pattern, transformation and task.
-
-    Args:
-        samples: Of `head_tasks` or `head_tasks_authors_k*`, as [`dcformer.eval.read_samples`] returns them.
-
-    Returns:
-        `accuracy` (of whole answers), `perplexity` (per answer), `token_perplexity`, `answers`, `documents`; and
-        `by_shots`, `by_subject`, `by_pattern`, `by_transformation`, `by_task`: name -> the same five.
-    """
-    summary = _means(samples)
-    for name in FIELDS[1:]:
-        values = sorted({sample["fields"][name] for sample in samples})
-        summary[f"by_{name}"] = {
-            str(value): _means([sample for sample in samples if sample["fields"][name] == value]) for value in values
-        }
-    return summary
-
-
-def _means(samples: Sequence[Mapping]) -> dict[str, Any]:
-    metrics = [sample["metrics"] for sample in samples]
-    total = math.fsum(answer["answer_perplexity"][0] for answer in metrics)
-    return {
-        "accuracy": sum(answer["acc"] for answer in metrics) / len(metrics),
-        "perplexity": math.exp(-total / len(metrics)),
-        "token_perplexity": math.exp(-total / sum(answer["token_perplexity"][1] for answer in metrics)),
-        "answers": len(metrics),
-        "documents": len({sample["fields"]["document"] for sample in samples}),
-    }

@@ -25,7 +25,10 @@ from .task_data import import_extra
 
 CPU_BATCH_SIZE = 16
 # Further arguments of `HFLM` that hold here too, and why others do not.
-_AS_IN_HFLM = ("chat_template_args", "enable_thinking", "logits_cache", "think_end_token")
+_AS_IN_HFLM = (
+    *("batch_size", "max_batch_size", "max_length", "add_bos_token", "prefix_token_id"),
+    *("chat_template_args", "enable_thinking", "logits_cache", "think_end_token"),
+)
 _LOADS_ITSELF = (
     "a name is loaded as it is, on one device; give a loaded model, or use lm-eval's own class, by `dcformer lm-eval "
     "run --model hf`"
@@ -36,10 +39,13 @@ _REASONS = {
     "softmax_dtype": "the softmax is always in float32",
     "mixed_precision_dtype": "what is computed has the dtype of the weights; give `dtype`",
 }
-harness, harness_utils = import_extra("lm_eval.models.huggingface"), import_extra("lm_eval.utils")
+harness: Any = import_extra("lm_eval.models.huggingface")
+harness_utils = import_extra("lm_eval.utils")
+HFLM: Any = harness.HFLM
+TemplateLM: Any = harness.TemplateLM
 
 
-class LogLikelihoods(harness.TemplateLM):
+class LogLikelihoods(TemplateLM):
     """A base of model classes for lm-eval, whatever computes the log-likelihoods; subclasses set the attributes."""
 
     tokenizer: Any
@@ -49,6 +55,8 @@ class LogLikelihoods(harness.TemplateLM):
     embedding_rows: int  # token ids that the model can read and predict
     max_length: int
     computed_tokens: int
+    _rank: int
+    _world_size: int
     _score: Callable[..., Iterator[list[Score]]]  # scores inputs in any order and batches of any size
 
     def start_counting(self, on_progress: Callable[[int, int], None] | None = None) -> None:
@@ -92,11 +100,11 @@ class LogLikelihoods(harness.TemplateLM):
         adds_bos = self.add_bos_token if add_special_tokens is None else add_special_tokens
         return encode(self.tokenizer, string, adds_bos, self.custom_prefix_token_id)
 
-    def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         self._instances = requests
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm or self.on_progress is not None)
 
-    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
         """Log-likelihoods of whole texts, every token predicted once, in windows of at most `max_length`."""
         windows, numbers = [], []  # and the number of their request
         for number, request in enumerate(requests):
@@ -133,14 +141,13 @@ class LogLikelihoods(harness.TemplateLM):
             inputs.setdefault(ids, ScoredInput(ids)).targets.append(target)
         self.scored_requests += len(requests)
         self.input_tokens += sum(map(len, inputs))
-        ordered = sorted(inputs.values(), key=lambda scored: (-len(scored.ids), scored.ids))
         answers: list = [None] * len(requests)
         problem, n_done = None, 0
         on_progress = self.on_progress or (lambda done, total: None)
         on_progress(0, len(requests))
         is_hidden = disable_tqdm or self.rank != 0 or self.on_progress is not None
         with tqdm(total=len(requests), desc="Scoring", unit=" requests", disable=is_hidden) as bar:
-            for done in self._score(ordered, requests, override_bs):
+            for done in self._score(list(inputs.values()), requests, override_bs):
                 for index, *answer in done:
                     answers[index] = tuple(answer)
                     if math.isnan(answer[0]):
@@ -215,7 +222,7 @@ class LogLikelihoods(harness.TemplateLM):
 
 
 @harness.register_model("dcformer")
-class DCFormerLM(LogLikelihoods, harness.HFLM):
+class DCFormerLM(LogLikelihoods, HFLM):
     """
     Args:
         pretrained: A model's name for [`dcformer.loading.find_model`], the result of that function, or a loaded model,
@@ -224,20 +231,17 @@ class DCFormerLM(LogLikelihoods, harness.HFLM):
         device (*optional*): As in [`dcformer.loading.choose_device`]; without a CUDA device "cuda" is as `None`. Of
             several processes, each has its own.
         dtype (*optional*): Such as `"bfloat16"`; `None`: the dtype of the stored weights.
-        batch_size (`int` or `"auto"`, defaults to `"auto"`): Most inputs in a forward pass; "auto" is 16 on a CPU and
-            `max_batch_size` on a GPU. A batch is halved if it does not fit into the GPU's memory, and cut if its logits
-            would exceed 1 GiB.
-        max_length (*optional*): Most tokens of an input; `None`: the model's context length.
         oov_policy (*optional*): What happens to token ids without an embedding row. "error" raises; "clamp" reads the
             last row, as JAX does. `None`: "clamp" if all such ids are runs of spaces, else the configuration's policy,
             else "error".
         shared_prefixes (defaults to `True`): Compute shared prefixes of inputs once (for DCFormer, DCPythia, GPT-NeoX
             and Llama; other models compute every input whole).
         on_progress (*optional*): Called with the numbers of requests done and in all; `None`: a tqdm bar.
-        revision, trust_remote_code, max_batch_size: As in `HFLM`; `max_batch_size` defaults to 64.
-        add_bos_token (*optional*): Whether every text begins with the tokenizer's beginning of text; `None`: as the
-            tokenizer does.
-        prefix_token_id, options: As in `HFLM`: chat_template_args, enable_thinking, logits_cache, think_end_token.
+        revision, trust_remote_code: As in `HFLM`.
+        options: As in `HFLM`: add_bos_token, batch_size, chat_template_args, enable_thinking, logits_cache,
+            max_batch_size, max_length, prefix_token_id, think_end_token. `batch_size` (`int` or `"auto"`, the default)
+            is the most inputs in a forward pass; "auto" is 16 on a CPU and `max_batch_size`, by default 64, on a GPU. A
+            batch is halved if it does not fit into the GPU's memory, and cut if its logits would exceed 1 GiB.
 
     Raises:
         ValueError: for a folder without the weights of some parameters, and for other arguments of `HFLM`.
@@ -250,49 +254,36 @@ class DCFormerLM(LogLikelihoods, harness.HFLM):
         tokenizer: Any = None,
         device: str | torch.device | None = None,
         dtype: str | None = None,
-        batch_size: int | str = "auto",
-        max_length: int | None = None,
         oov_policy: str | None = None,
         shared_prefixes: bool = True,
         on_progress: Callable[[int, int], None] | None = None,
         revision: str = "main",
         trust_remote_code: bool = False,
-        add_bos_token: bool | None = None,
-        prefix_token_id: int | None = None,
-        max_batch_size: int | None = None,
         **options: Any,
     ):
-        defaults = {name: known.default for name, known in inspect.signature(harness.HFLM.__init__).parameters.items()}
+        defaults = {name: known.default for name, known in inspect.signature(HFLM.__init__).parameters.items()}
         for name, value in options.items():
             if name not in _AS_IN_HFLM and value not in (None, "causal", defaults.get(name)):
                 raise ValueError(f"DCFormerLM takes no {name}={value!r}: {_REASONS.get(name, _LOADS_ITSELF)}.")
         if isinstance(pretrained, str):
-            hub = {"revision": revision, "trust_remote_code": bool(trust_remote_code)}
-            pretrained, tokenizer = find_model(pretrained, tokenizer=tokenizer, **hub), None
+            pretrained = find_model(
+                pretrained, tokenizer=tokenizer, revision=revision, trust_remote_code=bool(trust_remote_code)
+            )
+            tokenizer = None
         if not isinstance(pretrained, FoundModel):
             device = pretrained.device
         elif "cuda" in str(device) and not torch.cuda.is_available():
             device = None  # as in HFLM, since lm-eval's command names cuda:0 if it is given none
         device = choose_device(device)
         if count_processes() > 1:
-            from accelerate import Accelerator
-
-            accelerator = Accelerator(cpu=device.type == "cpu")
+            accelerator = import_extra("accelerate").Accelerator(cpu=device.type == "cpu")
             device = accelerator.device
         if isinstance(pretrained, FoundModel):
             tokenizer = tokenizer or pretrained.tokenizer
             pretrained = pretrained.load(device=device, dtype=dtype)
-        super().__init__(
-            pretrained,
-            tokenizer=tokenizer,
-            backend="causal",
-            batch_size=batch_size,
-            max_batch_size=max_batch_size or 64,
-            max_length=max_length,
-            add_bos_token=add_bos_token,
-            prefix_token_id=prefix_token_id,
-            **{name: value for name, value in options.items() if name in _AS_IN_HFLM},
-        )
+        known = {"batch_size": "auto", **{name: options[name] for name in _AS_IN_HFLM if name in options}}
+        known["max_batch_size"] = known.get("max_batch_size") or 64
+        super().__init__(pretrained, tokenizer=tokenizer, backend="causal", **known)
         self.oov_policy = policy_in_force(self.config, self.tokenizer, oov_policy)
         if self.batch_size_per_gpu == "auto":
             # On a Mac's GPU torch raises no OutOfMemoryError by which batches could be halved.
@@ -308,7 +299,13 @@ class DCFormerLM(LogLikelihoods, harness.HFLM):
     def set_max_length(self, max_length: int) -> None:
         self._max_length = max_length
 
-    def tok_batch_encode(self, strings, padding_side="left", left_truncate_len=None, truncation=False):
+    def tok_batch_encode(
+        self,
+        strings: list[str],
+        padding_side: str = "left",
+        left_truncate_len: int | None = None,
+        truncation: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = [self.tok_encode(string)[-(left_truncate_len or 0) :] for string in strings]
         largest = max(itertools.chain(*rows), default=-1)
         if largest >= self.embedding_rows and self.oov_policy != "clamp":
@@ -338,4 +335,4 @@ def policy_in_force(config: Any, tokenizer: Any, oov_policy: str | None) -> str:
         raise ValueError(f"oov_policy must be error or clamp, got {oov_policy!r}.")
     tokens = tokenizer.convert_ids_to_tokens(list(range(config.get_text_config().vocab_size, len(tokenizer))))
     default = "clamp" if tokens and all(str(token).isspace() for token in tokens) else None
-    return oov_policy or default or getattr(config, "oov_policy", "error")
+    return str(oov_policy or default or getattr(config, "oov_policy", "error"))

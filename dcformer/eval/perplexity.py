@@ -23,7 +23,7 @@ from ..common.contexts import encode_context
 from ..common.hub import load_from_hub, naming_what_is_missing
 from ..loading import load_tokenizer
 from . import task_data
-from .task_data import DEFAULT_SEED, SOURCES
+from .task_data import DEFAULT_SEED, SOURCES, import_extra
 
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ def load_pile(
         from huggingface_hub import hf_hub_download
 
         source = SOURCES["pile"]
-        where = {"repo_type": "dataset", "revision": source.revision}
         with naming_what_is_missing(source.path):
+            where = {"repo_type": "dataset", "revision": source.revision}
             files = [Path(hf_hub_download(source.path, "val.jsonl.zst", **where))]
     else:
         folder = Path(data_dir, task_data.data_folder("pile", data_dir))
@@ -60,7 +60,7 @@ def load_wikitext2(data_dir: str | None = None, **settings: Any) -> dict[str, An
     """Articles of the test split of WikiText-2, packed like the documents of [`load_pile`]."""
     if data_dir is None:
         source = SOURCES["wikitext2"]
-        rows = load_from_hub(task_data.import_extra("datasets").load_dataset, source.path, source.name, split="test")
+        rows = load_from_hub(import_extra("datasets").load_dataset, source.path, source.name, split="test")
         # In the Hub's copy blank lines are empty; in the file they are a space and a line feed.
         text = "".join(line or " \n" for line in rows["text"])
     else:
@@ -100,12 +100,14 @@ def load_flan(
     check_window(window, **settings)
     tokenizer = task_tokenizer(**settings)
     if data_dir is None:
-        rows = load_from_hub(task_data.import_extra("datasets").load_dataset, SOURCES["flan"].path, split="train")
+        rows = load_from_hub(import_extra("datasets").load_dataset, SOURCES["flan"].path, split="train")
         chosen = rows.select(task_data.sampled_indices(len(rows), subset, seed))
         pairs = [(row["prompt"], row["completion"]) for row in chosen]
     else:
         pairs = list(
-            task_data.jsonl_fields(task_data.data_files(Path(data_dir, "flan"), *_JSONL), ("inputs", "targets"), subset, seed)
+            task_data.jsonl_fields(
+                task_data.data_files(Path(data_dir, "flan"), *_JSONL), ("inputs", "targets"), subset, seed
+            )
         )
     origin = task_data.checked_origin("flan", pairs, data_dir, data_hash)
     examples = []
@@ -119,7 +121,7 @@ def load_flan(
         if not examples:
             raise ValueError(f"There is nothing to score in {len(pairs)} examples of flan: {reason}.")
         logger.warning("dcformer_flan_ppl leaves out %d of %d examples: %s.", left_out, len(pairs), reason)
-    return {"test": task_data.import_extra("datasets").Dataset.from_list(examples), "origin": origin}
+    return {"test": import_extra("datasets").Dataset.from_list(examples), "origin": origin}
 
 
 def score_stream(doc: dict, results: list) -> dict[str, tuple[float, float]]:
@@ -146,7 +148,7 @@ def check_window(window: int, max_length: int | None = None, pretrained: Any = N
         from transformers import AutoConfig
 
         hub = {"revision": options.get("revision") or "main", "trust_remote_code": options.get("trust_remote_code")}
-        resolve_max_length = task_data.import_extra("lm_eval.models.utils").resolve_max_length
+        resolve_max_length = import_extra("lm_eval.models.utils").resolve_max_length
         max_length = resolve_max_length(AutoConfig.from_pretrained(pretrained, **hub), None, default=PAPER_WINDOW)
     if max_length is None or int(max_length) != window:
         raise ValueError(
@@ -228,31 +230,28 @@ def pack_documents(
         )
     lengths = [len(encode(tokenizer, document, add_bos_token=False)) + 1 for document in documents]
     taken = dict(enumerate(lengths)) if windows is None else _taken(lengths, windows * window)
-    texts, n_cut = [], 0
-    for index in sorted(taken):
-        is_cut = taken[index] < lengths[index]
-        texts.append(_first_tokens(tokenizer, documents[index], taken[index] - 1) if is_cut else documents[index])
-        n_cut += is_cut
-    streams = _streams([taken[index] for index in sorted(taken)], window)
-    is_whole = len(taken) == len(documents) and n_cut == 0
-    n_unscored = 0 if is_whole else max(1, len(_streams(lengths, window)) - len(streams))
+    cut = [index for index in taken if taken[index] < lengths[index]]
+    texts = {index: documents[index] for index in sorted(taken)}
+    texts |= {index: _first_tokens(tokenizer, documents[index], taken[index] - 1) for index in cut}
+    streams = _streams({index: taken[index] for index in texts}, window)
+    is_whole = len(taken) == len(documents) and not cut
+    n_unscored = 0 if is_whole else max(1, len(_streams(dict(enumerate(lengths)), window)) - len(streams))
     rows = []
     for stream in streams:
-        packed = texts[stream.start : stream.stop]
-        text = "".join(document + separator for document in packed)
+        text = "".join(texts[index] + separator for index in stream)
         rows.append(
             {
                 "text": text,
-                "n_documents": len(packed),
+                "n_documents": len(stream),
                 # Counted in the text that the model will be asked about, so that it is right for any tokenizer.
                 "n_tokens": len(encode(tokenizer, text, **settings)),
-                "n_bytes": sum(len(document.encode("utf-8")) for document in packed),
+                "n_bytes": sum(len(texts[index].encode("utf-8")) for index in stream),
                 "window": window,
                 "n_unscored": n_unscored,
-                "n_artificial_ends": n_cut,
+                "n_artificial_ends": len(cut),
             }
         )
-    return task_data.import_extra("datasets").Dataset.from_list(rows)
+    return import_extra("datasets").Dataset.from_list(rows)
 
 
 def _taken(lengths: list[int], budget: int) -> dict[int, int]:
@@ -265,14 +264,15 @@ def _taken(lengths: list[int], budget: int) -> dict[int, int]:
     return taken
 
 
-def _streams(lengths: list[int], window: int) -> list[range]:
+def _streams(lengths: dict[int, int], window: int) -> list[list[int]]:
     """The documents of every stream, by index; a stream ends with the document that fills its last window."""
-    streams, start, length = [], 0, 0
-    for index, n_tokens in enumerate(lengths, start=1):
-        length += n_tokens
-        if length >= WINDOWS_PER_STREAM * window or index == len(lengths):
-            streams.append(range(start, index))
-            start, length = index, 0
+    streams: list[list[int]] = []
+    length = 0
+    for index, n_tokens in lengths.items():
+        if length == 0:
+            streams.append([])
+        streams[-1].append(index)
+        length = (length + n_tokens) if length + n_tokens < WINDOWS_PER_STREAM * window else 0
     return streams
 
 

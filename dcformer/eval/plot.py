@@ -6,19 +6,23 @@ paper's rows. The interval of an undecided difference is dotted.
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import TYPE_CHECKING
 
 from ..common.plotting import check_plot_path, draw_rows, picture
+from .comparison import AUTHORS_ALL, SUMMARIES
+from .evaluation_report import HEAD_TASK_HEADINGS
 from .published import AVERAGE, paper_accuracies, paper_authors_texts
-from .report import AUTHORS_ALL, HEAD_TASK_HEADINGS, SUMMARIES
 from .suites import TABLE4_COLUMNS
 
 
 if TYPE_CHECKING:
     import pandas
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-    from .report import Report
+    from .evaluation_report import Report
 
 _MARKERS = "osD^vPX"
 _GREYS = ("black", "0.45", "0.7")
@@ -49,7 +53,7 @@ def plot_deltas(report: Report, path: str | os.PathLike) -> None:
         raise ValueError(
             "There is nothing to plot: no accuracy was compared with a baseline; choose one by --baseline."
         )
-    models = [model for model in report.models if model != report.baseline]
+    models = [model for model in report.results.models if model != report.results.baseline]
     height = max(3, len(models)) * _INCHES_PER_ROW * max(len(tasks) for *_, tasks in panels)
     figsize = (2.2 + 4.2 * len(panels), 2.2 + 0.2 * len(models) + height)
     with picture(path, figsize, "eval") as figure:
@@ -59,7 +63,7 @@ def plot_deltas(report: Report, path: str | os.PathLike) -> None:
         _add_legend(figure, report, models, len(panels))
 
 
-def _draw(axis, report: Report, part: pandas.DataFrame, models: list[str], tasks: list[str]) -> None:
+def _draw(axis: Axes, report: Report, part: pandas.DataFrame, models: list[str], tasks: list[str]) -> None:
     partial = set(part.task[part.partial != ""])
     names = {task: HEAD_TASK_HEADINGS.get(task, task) for task in tasks}
     draw_rows(axis, [names[task] + ("\nPARTIAL" if task in partial else "") for task in tasks])
@@ -81,7 +85,7 @@ def _draw(axis, report: Report, part: pandas.DataFrame, models: list[str], tasks
 
 def _published_difference(report: Report, model: str, shots: int, task: str) -> float | None:
     """The difference of the paper's rows of model and baseline; `None` unless the paper has both."""
-    rows = report.rows.get(model), report.rows.get(report.baseline or "")
+    rows = report.results.rows.get(model), report.results.rows.get(report.results.baseline or "")
     numbers = ({AUTHORS_ALL: paper_authors_texts(row).get("acc"), **paper_accuracies(row, shots)} for row in rows)
     first, second = (row_numbers.get(task) for row_numbers in numbers)
     return None if first is None or second is None else first - second
@@ -92,20 +96,19 @@ def _style(number: int) -> tuple[str, str]:
     return _MARKERS[number % len(_MARKERS)], _GREYS[number // len(_MARKERS) % len(_GREYS)]
 
 
-def _add_legend(figure, report: Report, models: list[str], panels: int) -> None:
+def _add_legend(figure: Figure, report: Report, models: list[str], panels: int) -> None:
     from matplotlib.lines import Line2D
 
+    line, results = functools.partial(Line2D, [], [], color="black"), report.results
     handles = []
     for number, model in enumerate(models):
         marker, grey = _style(number)
-        style = {"marker": marker, "markersize": 5, "markerfacecolor": grey}
-        handles.append(Line2D([], [], color="black", label=report.names[model], **style))
-    if report.baseline in report.rows and any(model in report.rows for model in models):
-        style = {"marker": "o", "markersize": 9, "markerfacecolor": "none", "linestyle": "none"}
-        handles.append(Line2D([], [], color="black", label="difference in the paper (hollow)", **style))
-    label = "undecided: the interval contains 0, or p is above 0.05"
-    handles.append(Line2D([], [], color="black", linestyle=":", linewidth=1.2, label=label))
-    title = f"Accuracy: difference to {report.names[report.baseline or '']}\n(95 % intervals of a paired bootstrap)"
+        handles.append(line(label=results.names[model], marker=marker, markersize=5, markerfacecolor=grey))
+    if results.baseline in results.rows and any(model in results.rows for model in models):
+        name = "difference in the paper (hollow)"
+        handles.append(line(label=name, marker="o", markersize=9, markerfacecolor="none", linestyle="none"))
+    handles.append(line(label="undecided: the interval contains 0, or p is above 0.05", linestyle=":", linewidth=1.2))
+    title = f"Accuracy: difference to {results.names[results.baseline or '']}\n(95 % intervals of a paired bootstrap)"
     failed = any(text.startswith("CONTROL FAILED") for text in report.banners)
     figure.suptitle(f"{title}\nCONTROL FAILED: see the report" if failed else title)
     figure.legend(handles=handles, loc="outside lower center", ncols=1 if panels == 1 else 2, frameon=False)

@@ -48,7 +48,7 @@ class Target(NamedTuple):
 class ScoredInput:
     """Token ids that a model reads, and everything that is scored in them."""
 
-    ids: Sequence[int]
+    ids: tuple[int, ...]
     targets: list[Target] = field(default_factory=list)
 
 
@@ -96,11 +96,8 @@ def can_share_prefixes(config: Any) -> bool:
 
 def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
     """Length of the common prefix."""
-    least, most = 0, min(len(one), len(other))
-    while least < most:
-        middle = (least + most + 1) // 2
-        least, most = (middle, most) if one[least:middle] == other[least:middle] else (least, middle - 1)
-    return least
+    differ = (index for index, (token, another) in enumerate(zip(one, other)) if token != another)
+    return next(differ, min(len(one), len(other)))
 
 
 def without_prefixes(inputs: Sequence[ScoredInput]) -> list[ScoredInput]:
@@ -114,7 +111,7 @@ def without_prefixes(inputs: Sequence[ScoredInput]) -> list[ScoredInput]:
     return kept
 
 
-def group_by_prefix(inputs: Sequence[Sequence[int]]) -> list[PrefixGroup]:
+def group_by_prefix(inputs: Sequence[tuple[int, ...]]) -> list[PrefixGroup]:
     """Groups of at most 32 inputs with a common prefix, chosen to save most tokens; no input is another's prefix."""
     order = sorted(range(len(inputs)), key=inputs.__getitem__)
     common = [shared_length(inputs[one], inputs[other]) for one, other in itertools.pairwise(order)]
@@ -283,8 +280,8 @@ def _row_of(scored: ScoredInput, start: int = 0, stop: int | None = None) -> _Ro
 
 def _summed(values: list[tuple[int, float, bool]]) -> list[Score]:
     of_requests: dict[int, list[tuple[float, bool]]] = {}
-    for request, *value in values:
-        of_requests.setdefault(request, []).append(tuple(value))
+    for request, value, hit in values:
+        of_requests.setdefault(request, []).append((value, hit))
     return [
         Score(request, math.fsum(value for value, _ in tokens), all(hit for _, hit in tokens))
         for request, tokens in of_requests.items()

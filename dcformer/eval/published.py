@@ -1,50 +1,24 @@
-"""The paper's Tables 4 and 5, EleutherAI's scores of Pythia, and the control that compares results with them.
+"""The paper's Tables 4 and 5, and EleutherAI's scores of Pythia, which the paper's rows of Pythia repeat where it can.
 
-The paper's rows of Pythia repeat EleutherAI's scores where there are any, which shows that the protocol is the same.
 `published/paper.json` holds the paper's tables, `published/pythia.json` EleutherAI's accuracies and their files.
 Accuracies are fractions everywhere outside these files.
-
-The published numbers come from the same documents and weights, so without examples the right protocol agrees up to a
-few documents that are decided by rounding. With five examples the published runs sampled other examples, so a result
-may differ by two standard errors.
 """
 
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-from .stats import accuracy_stderr
 
 
 AVERAGE = "average"
 NO_ROW = "none"
 PAPER_ROWS = ("Pythia-2.8B", "DCPythia-2.8B", "DCFormer++2.8B", "Pythia-6.9B", "DCPythia-6.9B", "Pythia-12B")
-HALF_A_DIGIT = 0.0005  # the paper's accuracies are rounded to 0.1 points
-FEW_POINTS = 0.003
-FEW_DOCUMENTS = 3
-FEW_STDERRS = 2
-_ROUNDING_ERROR = 1e-9  # of accuracies in float64
 
 # Names of models in lower case: a Hub repository without its owner, or a folder.
 _ROW_OF_NAME = {row.lower(): row for row in PAPER_ROWS} | dict.fromkeys(
     ("dcformer-2.8b", "dcformer++-2.8b", "dcformer_pp_2b8"), "DCFormer++2.8B"
 )
-_PYTHIA_ROWS = ("Pythia-2.8B", "Pythia-6.9B", "Pythia-12B")
-
-
-@dataclass(frozen=True)
-class Control:
-    """The published accuracy (fraction) of a Pythia model, and by how much a result may differ from it."""
-
-    published: float
-    tolerance: float
-
-    def agrees(self, value: float) -> bool:
-        return abs(value - self.published) <= self.tolerance + _ROUNDING_ERROR
 
 
 def paper_row(model: str, paper_rows: Mapping[str, str] | None = None) -> str | None:
@@ -98,36 +72,6 @@ def eleuther_accuracies(row: str | None, num_fewshot: int) -> dict[str, float]:
     """EleutherAI's accuracies by task of the Pythia model in a row of the paper; empty if there are none."""
     scores = _numbers("pythia")["scores"].get((row or "").lower(), {}).get(str(num_fewshot), {"tasks": {}})
     return {task: cell["acc"] for task, cell in scores["tasks"].items()}
-
-
-def control(row: str | None, task: str, num_fewshot: int, num_samples: int, num_documents: int) -> Control | None:
-    """
-    The published accuracy of a column of Table 4: EleutherAI's, which is exact, else the paper's, which is rounded.
-
-    `None` if nothing is published of the model's task, or not all of its documents were scored.
-    """
-    exact, rounded = eleuther_accuracies(row, num_fewshot), paper_accuracies(row, num_fewshot)
-    if row not in _PYTHIA_ROWS or task not in rounded or task == AVERAGE or num_samples < num_documents:
-        return None
-    published, tolerance = exact.get(task, rounded[task]), 0.0 if task in exact else HALF_A_DIGIT
-    if num_fewshot:
-        tolerance += FEW_STDERRS * accuracy_stderr(published, num_documents)
-    else:
-        tolerance += max(FEW_POINTS, FEW_DOCUMENTS / num_documents)
-    return Control(published, tolerance)
-
-
-def control_of_average(row: str | None, num_fewshot: int, counts: Mapping[str, int]) -> Control | None:
-    """[`control`] of the unweighted mean of all columns, which were scored on all of their `counts` documents."""
-    average = paper_accuracies(row, num_fewshot).get(AVERAGE)
-    columns = {task: control(row, task, num_fewshot, count, count) for task, count in counts.items()}
-    if average is None or len(counts) < len(paper_accuracies(row, num_fewshot)) - 1 or None in columns.values():
-        return None
-    tolerance = FEW_POINTS
-    if num_fewshot:
-        stderrs = [accuracy_stderr(column.published, counts[task]) for task, column in columns.items() if column]
-        tolerance = FEW_STDERRS * math.hypot(*stderrs) / len(stderrs)
-    return Control(average, tolerance + HALF_A_DIGIT)
 
 
 @cache

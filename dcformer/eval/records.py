@@ -11,7 +11,8 @@ import hashlib
 import json
 import os
 import subprocess
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -33,44 +34,52 @@ class DamagedRecordError(ValueError):
     """A record or its samples were changed since they were written."""
 
 
+@dataclass(frozen=True)
+class Settings:
+    """Everything besides its task that determines a result, which a later run reuses if its own settings are equal."""
+
+    max_length: int = 2048  #: most tokens of an input
+    task_version: float | None = None
+    data: str | None = None  #: hash of the files, or their source with its revision
+    num_fewshot: int = 0
+    model: str | None = None  #: hash of the weights, or their commit on the Hub
+    model_type: str | None = None
+    tokenizer: str | None = None  #: hash
+    oov_policy: str | None = None  #: `None` for a model that has an embedding row for every id
+    dtype: str | None = None
+    batch_size: int | str | None = None
+    limit: int | None = None
+    engine: str = "transformers"
+    shared_prefixes: bool = True
+    seed: int = 1234
+    versions: Mapping[str, str] = field(default_factory=dict)  #: of libraries
+    git_revision: str | None = field(default=None, compare=False)  #: may differ
+
+
 @dataclass
 class Record:
-    """
-    Attributes:
-        model: Name of the model as it was given, with `@` and the revision if that is not `main`.
-        task: Column of the paper's table (`"piqa"`) or another task of ours (`"head_tasks"`, `"pile_ppl"`).
-        num_fewshot: Examples before every question.
-        metrics: Name -> `{"value": float, "stderr": float or None}`; accuracies are fractions.
-        num_samples: Documents that were scored.
-        num_documents: Documents that the task has; more than `num_samples` if a limit was set.
-        limit: The limit that was set.
-        settings: Everything that determines the result: model revision and hash, tokenizer hash, task version, seeds,
-            dtype, batch size, out-of-vocabulary policy, versions of libraries, git revision. A later run reuses the
-            record only if all but the git revision are the same.
-        observed: Origin of the documents, and how many had ids without an embedding or were cut to `max_length`.
-        timings: Seconds, requests, tokens; not part of the result.
-        samples: Size and SHA-256 of the file of samples.
-    """
+    """The result of a model on a task."""
 
-    model: str
-    task: str
+    model: str  #: its name as it was given, with `@` and the revision if that is not `main`
+    task: str  #: column of the paper's table (`"piqa"`) or another task of ours (`"head_tasks"`, `"pile_ppl"`)
     num_fewshot: int
-    metrics: dict[str, dict[str, float | None]]
-    num_samples: int
-    num_documents: int
-    limit: int | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, dict[str, Any]]  #: name -> `{"value": float, "stderr": float or None}`; accuracies as fractions
+    num_samples: int  #: documents that were scored
+    num_documents: int  #: documents that the task has; more than `num_samples` if a limit was set
+    settings: Settings = field(default_factory=Settings)
+    #: Origin of the documents, and how many had ids without an embedding or were cut to `max_length`.
     observed: dict[str, Any] = field(default_factory=dict)
-    timings: dict[str, Any] = field(default_factory=dict)
-    samples: dict[str, Any] = field(default_factory=dict)
+    timings: dict[str, Any] = field(default_factory=dict)  #: seconds, requests, tokens; not part of the result
+    samples: dict[str, Any] = field(default_factory=dict)  #: size and SHA-256 of the file of samples
 
     @property
     def is_partial(self) -> bool:
         return self.num_samples < self.num_documents
 
-    def has_settings(self, settings: dict[str, Any]) -> bool:
-        """True if the record was made with these settings; the git revision may differ."""
-        return self.settings | {"git_revision": None} == json.loads(json.dumps(settings | {"git_revision": None}))
+    @property
+    def documents(self) -> dict[str, Any]:
+        """Where the documents are from, and whether they are known to be the published ones."""
+        return self.observed.get("documents", {})
 
 
 def model_folder(model: str) -> str:
@@ -101,7 +110,7 @@ def write_record(output: str | os.PathLike, record: Record, samples: list[dict])
     path.parent.resolve().mkdir(parents=True, exist_ok=True)
     samples_file = samples_path(path)
     write_atomically(samples_file, "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples))
-    name, metrics = PREFIX + record.task, {}
+    name, metrics = PREFIX + record.task, dict[str, float | None]()
     for metric, measured in record.metrics.items():
         metrics |= {f"{metric},none": measured["value"], f"{metric}_stderr,none": measured.get("stderr")}
     content = {
@@ -109,9 +118,11 @@ def write_record(output: str | os.PathLike, record: Record, samples: list[dict])
         "results": {name: {"alias": name, **metrics}},
         "n-shot": {name: record.num_fewshot},
         "n-samples": {name: {"original": record.num_documents, "effective": record.num_samples}},
-        "versions": {name: record.settings.get("task_version")},
-        "limit": record.limit,
-        **{part: getattr(record, part) for part in ("settings", "observed", "timings")},
+        "versions": {name: record.settings.task_version},
+        "limit": record.settings.limit,
+        "settings": asdict(record.settings),
+        "observed": record.observed,
+        "timings": record.timings,
         "samples": make_manifest(path.parent, [samples_file])[samples_file.name],
     }
     content["sha256"] = json_digest({**content, "timings": None})  # timings are not part of the result
@@ -132,22 +143,23 @@ def read_record(path: Path) -> Record:
         raise DamagedRecordError(f"{str(path)!r} was changed: its SHA-256 is not the one that it states. {_RUN_AGAIN}")
     ((name, results),) = content["results"].items()
     metrics = [key.removesuffix(",none") for key in results if key.endswith(",none") and "_stderr," not in key]
-    record = Record(
-        model=content["model_name"],
-        task=name.removeprefix(PREFIX),
-        num_fewshot=content["n-shot"][name],
-        metrics={
+    task, num_fewshot = name.removeprefix(PREFIX), content["n-shot"][name]
+    if path.name != (expected := f"{task}-{num_fewshot}shot.json"):  # the task may contain folders, as an attack
+        raise DamagedRecordError(f"{str(path)!r} is a copy of {expected!r}. {_RUN_AGAIN}")
+    known = {setting.name for setting in fields(Settings)}
+    return Record(
+        content["model_name"],
+        task,
+        num_fewshot,
+        {
             metric: {"value": results[f"{metric},none"], "stderr": results[f"{metric}_stderr,none"]}
             for metric in metrics
         },
         num_samples=content["n-samples"][name]["effective"],
         num_documents=content["n-samples"][name]["original"],
-        **{part: content[part] for part in ("limit", "settings", "observed", "timings", "samples")},
+        settings=Settings(**{key: value for key, value in content["settings"].items() if key in known}),
+        **{part: content[part] for part in ("observed", "timings", "samples")},
     )
-    expected = f"{record.task}-{record.num_fewshot}shot.json"  # the task may contain folders, as an attack
-    if path.name != expected:
-        raise DamagedRecordError(f"{str(path)!r} is a copy of {expected!r}. {_RUN_AGAIN}")
-    return record
 
 
 def check_samples(path: Path, record: Record) -> None:

@@ -18,33 +18,23 @@ from .task_data import import_extra
 
 RESAMPLES = 10_000
 SIGNIFICANCE = 0.05
-_SAMPLED_AT_ONCE = 1 << 17  # documents in one block of resamples: 1 MiB, which stays in the cache
 _FEW_VALUES = 16  # up to so many different rows are counted by one multinomial sample per resample
 _NOTHING = 1e-12  # sums of the same numbers in another order differ by less than this
 
 
 @dataclass(frozen=True)
 class Difference:
-    """
-    Model minus baseline. Perplexities are compared by their natural logarithm.
-
-    Attributes:
-        value: The difference.
-        low, high: Ends of the 95 % interval; `nan` for a single document.
-        p_value: Probability of a difference at least as large if the models did not differ, two-sided. For one task
-            with answers that are right or wrong it is of the exact sign test, otherwise from the share of resamples
-            beyond zero (`nan` for a single document), and no less than that of as many documents of one sign.
-        wins, losses: Documents that only the model has right, and that only the baseline has right; `None` for other
-            metrics than accuracies.
-        documents: Number of documents that were compared.
-    """
+    """Model minus baseline, with the 95 % interval; perplexities are compared by their natural logarithm."""
 
     value: float
-    low: float
+    low: float  #: `nan` for a single document, as `high`
     high: float
+    #: Probability of a difference at least as large if the models did not differ, two-sided. For one task with answers
+    #: that are right or wrong it is of the exact sign test, otherwise from the share of resamples beyond zero (`nan`
+    #: for a single document), and no less than that of as many documents of one sign.
     p_value: float = math.nan
-    wins: int | None = None
-    losses: int | None = None
+    wins: int | None = None  #: documents that only the model has right; `None` for other metrics than accuracies
+    losses: int | None = None  #: documents that only the baseline has right
     documents: int = 0
 
     @property
@@ -66,11 +56,6 @@ def as_pair(value: float | Sequence[float]) -> tuple[float, float]:
 def accuracy_stderr(accuracy: float, count: int) -> float:
     """Standard error of the mean of `count` zeros and ones, as lm-eval computes it; `nan` for a single document."""
     return math.sqrt(max(accuracy * (1 - accuracy), 0.0) / (count - 1)) if count > 1 else math.nan
-
-
-def mean_stderr(stderrs: Sequence[float]) -> float:
-    """Standard error of the unweighted mean of independent values."""
-    return math.sqrt(sum(stderr**2 for stderr in stderrs)) / len(stderrs)
 
 
 def have_same_documents(samples: Sequence[Mapping], baseline: Sequence[Mapping]) -> bool:
@@ -113,22 +98,20 @@ def paired_mean_difference(
 ) -> Difference:
     """[`paired_difference`] of the unweighted mean of tasks; the documents of every task are resampled separately."""
     # The task's name seeds its generator, so that its interval does not depend on the other tasks.
-    point, resampled, counts = 0.0, np.zeros(resamples), []
+    point, resampled, of_tasks = 0.0, np.zeros(resamples), []
     for task, (samples, baseline) in tasks.items():
-        pairs = _paired_sums(samples, baseline, metric, task)  # (documents, 4)
-        counts.append((len(pairs), *_right_only_once(pairs)))
+        of_tasks.append(pairs := _paired_sums(samples, baseline, metric, task))
         generator = np.random.default_rng([seed, *task.encode()])
         point += float(_difference(pairs.sum(axis=0))) / len(tasks)
         resampled += _difference(_resampled_sums(pairs, resamples, generator)) / len(tasks)
-    documents, task_wins, task_losses = zip(*counts)
-    is_single, is_zero_or_one = 1 in documents, None not in task_wins
-    wins, losses = (sum(task_wins), sum(task_losses)) if is_zero_or_one else (None, None)
+    wins, losses = _right_only_once(np.concatenate(of_tasks))
+    documents, is_single = sum(map(len, of_tasks)), min(map(len, of_tasks)) == 1
     low, high = (math.nan, math.nan) if is_single else np.percentile(resampled, [2.5, 97.5])
-    if is_zero_or_one and len(tasks) == 1:
+    if wins is not None and losses is not None and len(tasks) == 1:
         p_value = sign_test(wins, losses)
     else:
-        p_value = math.nan if is_single else max(_p_value_of_resamples(resampled), 2.0 ** (1 - sum(documents)))
-    return Difference(point, float(low), float(high), p_value, wins, losses, sum(documents))
+        p_value = math.nan if is_single else max(_p_value_of_resamples(resampled), 2.0 ** (1 - documents))
+    return Difference(point, float(low), float(high), p_value, wins, losses, documents)
 
 
 def sign_test(wins: int, losses: int) -> float:
@@ -145,11 +128,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
     P-values corrected for their number by Holm's step-down rule (1979): if nothing differs, the probability that any of
     them is at most 5 % is itself at most 5 %, whatever their dependence.
     """
-    corrected, largest = [0.0] * len(p_values), 0.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        corrected[index] = largest
-    return corrected
+    order = np.argsort(p_values)
+    corrected = np.empty(len(order))
+    corrected[order] = np.maximum.accumulate(np.minimum(np.array(p_values)[order] * range(len(order), 0, -1), 1.0))
+    return corrected.tolist()
 
 
 def metric_and_stderr(samples: Sequence[Mapping], metric: str) -> tuple[float, float]:
@@ -177,14 +159,9 @@ def _by_document(samples: Sequence[Mapping]) -> dict[tuple[str, int], Mapping]:
 
 def _sums_by_document(samples: Sequence[Mapping], metric: str) -> dict[tuple[str, int], tuple[float, float]]:
     """(hash, occurrence) -> `(measured, per)`."""
-    return {key: _two_sums(sample["metrics"][metric], metric) for key, sample in _by_document(samples).items()}
-
-
-def _two_sums(value: float | Sequence[float], metric: str) -> tuple[float, float]:
-    measured, per = as_pair(value)
-    if is_perplexity(metric):
-        return -measured, per
-    return (-measured / math.log(2), per) if metric == "bits_per_byte" else (measured, per)
+    scale = -1.0 if is_perplexity(metric) else -1 / math.log(2) if metric == "bits_per_byte" else 1.0
+    pairs = ((key, as_pair(sample["metrics"][metric])) for key, sample in _by_document(samples).items())
+    return {key: (scale * measured, per) for key, (measured, per) in pairs}
 
 
 def _paired_sums(samples: Sequence[Mapping], baseline: Sequence[Mapping], metric: str, task: str) -> np.ndarray:
@@ -223,42 +200,26 @@ def _resampled_sums(rows: np.ndarray, resamples: int, generator: np.random.Gener
     if len(values) <= _FEW_VALUES:
         # Accuracies: equal rows need only be counted.
         return generator.multinomial(len(rows), counts / len(rows), size=resamples) @ values
-    at_once = min(resamples, max(1, _SAMPLED_AT_ONCE // len(rows)))
-    # Counting how often a document was sampled is cheaper than fetching it; the offsets separate the resamples.
-    offsets = len(rows) * np.arange(at_once)[:, None]
-    sums = []
-    for start in range(0, resamples, at_once):
-        block = min(at_once, resamples - start)
-        sampled = generator.integers(len(rows), size=(block, len(rows))) + offsets[:block]
-        times = np.bincount(sampled.ravel(), minlength=sampled.size).reshape(sampled.shape)
-        sums.append(times.astype(np.float64) @ rows)
-    return np.concatenate(sums)
+    # Counting how often a document was sampled is cheaper than fetching it.
+    count = len(rows)
+    sampled = (generator.integers(count, size=count) for _ in range(resamples))
+    return np.array([np.bincount(indices, minlength=count) @ rows for indices in sampled])
 
 
 @dataclass(frozen=True)
 class SeedComparison:
-    """
-    Two variants, compared by the seeds that both were trained with.
-
-    Attributes:
-        first, second: Names of the variants.
-        seeds: Number of seeds that both have.
-        difference: Mean of first minus second, paired by seed.
-        half_width: Half the width of the 95 % interval of this difference alone.
-        simultaneous_half_width: Half the width of intervals that in 95 % of experiments all contain their differences
-            (Bonferroni); wider than the corrected p implies.
-        p: Two-sided p-value of the paired t test, or of the sign test if the difference is the same for all seeds.
-        corrected_p: `p` after Holm's correction for all comparisons made at once.
-    """
+    """Two variants, compared by the seeds that both were trained with."""
 
     first: str
     second: str
-    seeds: int
-    difference: float
-    half_width: float
+    seeds: int  #: number of seeds that both have
+    difference: float  #: mean of first minus second, paired by seed
+    half_width: float  #: of the 95 % interval of this difference alone
+    #: Half the width of intervals that in 95 % of experiments all contain their differences (Bonferroni); wider than
+    #: the corrected p implies.
     simultaneous_half_width: float
-    p: float
-    corrected_p: float
+    p: float  #: two-sided, of the paired t test, or of the sign test if the difference is the same for all seeds
+    corrected_p: float  #: by Holm's method, for all comparisons made at once
 
 
 def seed_interval(values: Sequence[float]) -> tuple[float, float]:

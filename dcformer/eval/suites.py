@@ -4,15 +4,20 @@ In lm-eval the names have a prefix, so that they differ from lm-eval's tasks; he
 none.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import task_data
 from .task_data import TABLE4_COLUMNS, import_extra, source_of
 
+
+if TYPE_CHECKING:
+    from .records import Record
 
 PREFIX = "dcformer_"
 # The authors' texts of head tasks, with 2 to 7 examples before the answer.
@@ -32,45 +37,16 @@ SUITES = {
 }
 TASKS = (*SUITES["all"], *OTHER_PROMPTS)  # those of the package; others lie beside them in `tasks_folder`
 
-_ASKS = {
-    "lambada_openai": "the last word of a passage",
-    "piqa": "which of two ways reaches an everyday goal",
-    "winogrande": "which of two names fills the blank of a sentence",
-    "arc_easy": "a science question for schools, with three to five choices",
-    "arc_challenge": "a harder science question for schools, with three to five choices",
-    "sciq": "a science question about a given text, with four choices",
-    "logiqa": "a question of logic about a passage, with four choices",
-    "boolq": "yes or no about a passage",
-    "hellaswag": "which of four sentences continues a story",
-    "race_middle": "a question of a middle-school reading test, with four choices",
-    "race_high": "a question of a high-school reading test, with four choices",
-    "pile_ppl": "every token of documents of the Pile, as perplexity",
-    "flan_ppl": "the answers of instructions of Flan, as perplexity",
-    "wikitext2_ppl": "every token of the test articles of WikiText-2, as perplexity",
-    "head_tasks": "a word of one of several facts, transformed (section 4.3); generated texts",
-    **{task: f"the answer of line {int(task[-1]) + 1} in the authors' texts of head tasks" for task in AUTHORS_TASKS},
-    **{task: f"{task[:-15]}, in the words of lm-eval 0.4.13 instead of those of 2023" for task in OTHER_PROMPTS},
-}
-
 
 @dataclass(frozen=True)
 class TaskSummary:
-    """
-    A task in a few words.
+    """A task in a few words."""
 
-    Attributes:
-        name: Name of the task for `--tasks`.
-        suite: Suite that it belongs to, for `--suite`.
-        asks: What the model is asked for.
-        paper_shots: Numbers of examples before the question in the paper; empty if the paper has no such result.
-        source: Where the data are published, or `"generated"`.
-    """
-
-    name: str
-    suite: str
-    asks: str
-    paper_shots: tuple[int, ...]
-    source: str
+    name: str  #: for `--tasks`
+    suite: str  #: that it belongs to, for `--suite`
+    asks: str  #: what the model is asked for
+    paper_shots: tuple[int, ...]  #: numbers of examples before the question in the paper; empty if it has no result
+    source: str  #: where the data are published, or `"generated"`
 
 
 def list_tasks() -> list[TaskSummary]:
@@ -88,13 +64,13 @@ def list_tasks() -> list[TaskSummary]:
 
 
 def _described() -> dict[str, str]:
-    """All tasks with what they ask for: of those that are a file alone, the comment that it begins with."""
-    described = {task: _ASKS[task] for task in TASKS}
+    """All tasks with what they ask for, the comment that their files begin with."""
+    described = dict.fromkeys(TASKS, "")
     for file in sorted(tasks_folder().glob(f"{PREFIX}*.yaml")):
         text = file.read_text(encoding="utf-8")
         if re.search(rf"^task: *['\"]?{file.stem}['\"]? *$", text, re.M):  # else a group
             comment = text.partition("\n")[0] if text.startswith("#") else ""
-            described.setdefault(file.stem.removeprefix(PREFIX), comment.strip("# "))
+            described[file.stem.removeprefix(PREFIX)] = comment.strip("# ")
     return described
 
 
@@ -119,9 +95,15 @@ def find_tasks(suite: str | Sequence[str] = "table4", tasks: str | Iterable[str]
     return tuple(dict.fromkeys(task for name in names for task in known[name]))
 
 
-def shots_of(task: str, num_fewshot: Iterable[int]) -> tuple[int, ...]:
-    """Numbers of shots of a task: `num_fewshot`, or 0 for head tasks and running text, which have complete prompts."""
-    return (0,) if task in (*HEAD_TASKS, *PERPLEXITY_TASKS) else tuple(dict.fromkeys(num_fewshot))
+def _split(names: str | Iterable[str]) -> list[str]:
+    parts = names.split(",") if isinstance(names, str) else names
+    return [part.strip() for part in parts if part.strip()]
+
+
+def in_paper_order(records: Iterable[Record]) -> list[Record]:
+    """Records by number of shots, and then by task as in the paper's tables."""
+    order = {task: index for index, task in enumerate((*TABLE4_COLUMNS, *HEAD_TASKS))}
+    return sorted(records, key=lambda r: (r.num_fewshot, order.get(r.task, len(order)), r.task))
 
 
 def tasks_folder() -> Path:
@@ -129,12 +111,7 @@ def tasks_folder() -> Path:
     return task_data.TASKS_FOLDER
 
 
-def task_manager(metadata: dict[str, Any] | None = None):
+def task_manager(metadata: dict[str, Any] | None = None) -> Any:
     """The `TaskManager` of lm-eval with the tasks of this package alone."""
     tasks = import_extra("lm_eval.tasks")
     return tasks.TaskManager(include_path=tasks_folder(), include_defaults=False, metadata=metadata)
-
-
-def _split(names: str | Iterable[str]) -> list[str]:
-    parts = names.split(",") if isinstance(names, str) else names
-    return [part.strip() for part in parts if part.strip()]

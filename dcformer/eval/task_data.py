@@ -42,37 +42,19 @@ _QUESTION = ("question", "options", "answer")  # fields of RACE
 
 @dataclass(frozen=True)
 class Source:
-    """
-    A published source of documents, and what it holds.
+    """A published source of documents, and what it holds."""
 
-    Attributes:
-        path: Data set on the Hub, or another name if there is an address.
-        name: Configuration of the data set.
-        split: The split that is scored.
-        hash: [`documents_hash`] of the scored documents; `None` if it is not known.
-        revision: Git revision.
-        address: URL of the files, if they are not on the Hub.
-        count: Number of scored documents, for the columns of Table 4.
-        fields: Fields of a row that the task reads, in the order in which they are hashed.
-        answer, answers: A field and its possible values; splits without published answers have other values.
-        note: A remark.
-    """
-
-    path: str
-    name: str | None = None
-    split: str = "test"
-    hash: str | None = None
+    path: str  #: data set on the Hub, or another name if there is an address
+    name: str | None = None  #: configuration of the data set
+    split: str = "test"  #: the split that is scored
+    hash: str | None = None  #: [`documents_hash`] of the scored documents; `None` if it is not known
     revision: str | None = None
-    address: str | None = None
-    count: int = 0
-    fields: Sequence[str] = ()
-    answer: str = ""
+    address: str | None = None  #: URL of the files, if they are not on the Hub
+    count: int = 0  #: number of scored documents, for the columns of Table 4
+    fields: Sequence[str] = ()  #: fields of a row that the task reads, in the order in which they are hashed
+    answer: str = ""  #: a field whose values are `answers`; splits without published answers have others
     answers: Sequence[str] = ()
     note: str = ""
-
-    @property
-    def is_on_hub(self) -> bool:
-        return self.address is None
 
     def __str__(self) -> str:
         return self.path if self.name is None else f"{self.path} ({self.name})"
@@ -233,7 +215,7 @@ def _local_splits(folder: Path) -> dict[str, Any]:
 
 def _published_splits(source: Source) -> dict[str, Any]:
     datasets = import_extra("datasets")
-    if source.is_on_hub:
+    if source.address is None:
         return dict(load_from_hub(datasets.load_dataset, source.path, source.name, revision=source.revision))
     files = {"train": f"{source.address}/Train.txt", "test": f"{source.address}/Test.txt"}  # LogiQA
     return {split: Path(file) for split, file in datasets.DownloadManager().download(files).items()}
@@ -242,31 +224,20 @@ def _published_splits(source: Source) -> dict[str, Any]:
 def _hashed_values(column: str, documents: Dataset) -> Iterator[tuple[Any, ...]]:
     """The fields that the prompt reads; an answer is a number in one copy and a string in another."""
     source = SOURCES[column]
-    columns = (
-        [str(value).strip() for value in documents[name][:]] if name in (source.answer, "label") else documents[name][:]
-        for name in source.fields
-    )
-    return zip(*columns)
+    columns = ((name in (source.answer, "label"), documents[name]) for name in source.fields)
+    return zip(*([str(value).strip() for value in values] if is_answer else values for is_answer, values in columns))
 
 
 def _documents(column: str, split: Any) -> Dataset:
     """The rows of a file (`split` is a Path) or of a split on the Hub (a Dataset), in one layout."""
-    datasets = import_extra("datasets")
-    source, rows = SOURCES[column], split
+    source, rows = SOURCES[column], _read(split, column) if isinstance(split, Path) else split
     where = str(split if isinstance(split, Path) else source)
-    if isinstance(split, Path):
-        import pyarrow
-
-        try:
-            rows = _read(split, column)
-        except pyarrow.ArrowException as error:
-            raise ValueError(f"{where!r} cannot be read: {error}") from error
-    is_grouped = "problems" not in source.fields or "problems" in rows.column_names
-    for name in source.fields if is_grouped else ("article", *_QUESTION):
+    is_article = "problems" in source.fields
+    for name in source.fields if not is_article or "problems" in rows.column_names else ("article", *_QUESTION):
         if name not in rows.column_names:
             raise ValueError(f"There are no documents with {name!r} in {where!r}; its fields are {rows.column_names}.")
-    if "problems" in source.fields:
-        rows = datasets.Dataset.from_list([_article(row) for row in rows] if is_grouped else group_by_article(rows))
+    if is_article:
+        rows = import_extra("datasets").Dataset.from_list(_articles(rows))
     if source.answer and (unknown := {str(value).strip() for value in rows[source.answer]} - set(source.answers)):
         raise ValueError(
             f"{source.answer} must be one of {', '.join(source.answers)} in {where!r}, got {min(unknown)!r}; use "
@@ -280,14 +251,18 @@ def _documents(column: str, split: Any) -> Dataset:
 
 
 def _read(file: Path, column: str) -> Dataset:
-    datasets = import_extra("datasets")
-    if file.suffix.lower() == ".parquet":
-        from pyarrow import parquet
+    import pyarrow
+    from pyarrow import parquet
 
-        return datasets.Dataset(parquet.read_table(file))  # in memory, without a copy in a cache
-    if column == "logiqa" and file.suffix.lower() != ".jsonl":
-        return datasets.Dataset.from_list(parse_logiqa(read_text(file)))
-    return datasets.Dataset.from_list([_parse(where, line) for where, line in _lines([file])])
+    datasets = import_extra("datasets")
+    try:
+        if file.suffix.lower() == ".parquet":
+            return datasets.Dataset(parquet.read_table(file))  # in memory, without a copy in a cache
+        if column == "logiqa" and file.suffix.lower() != ".jsonl":
+            return datasets.Dataset.from_list(_parse_logiqa(read_text(file)))
+        return datasets.Dataset.from_list([_parse(where, line) for where, line in _lines([file])])
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{str(file)!r} cannot be read: {error}") from error
 
 
 def _has_null(value: Any) -> bool:
@@ -295,7 +270,7 @@ def _has_null(value: Any) -> bool:
     return value is None or any(map(_has_null, parts))
 
 
-def parse_logiqa(text: str) -> list[dict]:
+def _parse_logiqa(text: str) -> list[dict]:
     """Documents of LogiQA's text file; a space is inserted after every full stop, as the harness does."""
     documents = []
     for number, block in enumerate(text.strip().split("\n\n"), start=1):
@@ -308,19 +283,16 @@ def parse_logiqa(text: str) -> list[dict]:
     return documents
 
 
-def group_by_article(rows: Iterable[dict]) -> list[dict]:
-    """Articles of RACE with all their questions, from rows of one question; in the order of their first rows."""
-    problems: dict[str, list[dict]] = {}
-    for row in rows:
-        problems.setdefault(row["article"], []).append({name: row[name] for name in _QUESTION})
-    return [{"article": article, "problems": questions} for article, questions in problems.items()]
-
-
-def _article(row: dict) -> dict:
-    """An article with its questions, which are a list or the `repr` of one."""
-    problems = ast.literal_eval(row["problems"]) if isinstance(row["problems"], str) else row["problems"]
-    kept = [{name: problem[name] for name in _QUESTION} for problem in problems or ()]
-    return {"article": row["article"], "problems": kept or None}
+def _articles(rows: Iterable[dict]) -> list[dict]:
+    """Articles of RACE; a row has one question, a list of questions, or the `repr` of a list."""
+    articles: dict[Any, list[dict]] = {}
+    for number, row in enumerate(rows):
+        problems, key = [row], (row["article"], -1)
+        if "problems" in row:  # an article that is there twice is two documents
+            problems, key = row["problems"], (row["article"], number)
+            problems = ast.literal_eval(problems) if isinstance(problems, str) else problems or []
+        articles.setdefault(key, []).extend({name: problem[name] for name in _QUESTION} for problem in problems)
+    return [{"article": article, "problems": questions or None} for (article, _), questions in articles.items()]
 
 
 def jsonl_fields(

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from dcformer.cards.scores import PAPER_NAME, Score, _write_entries
 from dcformer.cli import app
-from dcformer.eval import Record, model_fingerprint, write_record
+from dcformer.eval import Record, Settings, model_fingerprint, write_record
 
 
 ROOT = Path(__file__).parents[2]
@@ -27,11 +27,11 @@ def call(*words: str):
 
 def record(results: Path, folder: Path, task: str, metrics: dict, shots: int = 0, documents: int = 2, **settings):
     """A record as `dcformer eval` writes it."""
-    settings = {"model": model_fingerprint(str(folder)), "dtype": "float32", **settings}
     name, observed = settings.pop("name", str(folder)), {"documents": settings.pop("documents_of", {})}
+    made_with = Settings(**{"model": model_fingerprint(str(folder)), "dtype": "float32", **settings})
     samples = [{"doc_id": number, "doc_hash": str(number), "metrics": metrics} for number in range(2)]
     measured = {metric: {"value": value, "stderr": 0.0125} for metric, value in metrics.items()}
-    write_record(results, Record(name, task, shots, measured, 2, documents, None, settings, observed), samples)
+    write_record(results, Record(name, task, shots, measured, 2, documents, made_with, observed), samples)
 
 
 @pytest.fixture

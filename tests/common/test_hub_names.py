@@ -154,14 +154,14 @@ def test_results_are_of_a_commit(hub):
     named = {record.model: record for record in read_records("out")}
     of_v1 = [f"acme/steps@{revision}" for revision in ("step/10", "v1", commit)]
     assert named.keys() == {*NAMES[:2], "acme/steps", *of_v1}
-    assert {named[name].settings["model"] for name in of_v1} == {f"commit:{commit}"}
+    assert {named[name].settings.model for name in of_v1} == {f"commit:{commit}"}
     assert len({named[name].metrics["token_perplexity"]["value"] for name in (*NAMES[:2], *of_v1)}) == 1
     before = named["acme/steps"]
-    assert before.settings["model"] == f"commit:{commit_of(hub, 'acme/steps')}"
+    assert before.settings.model == f"commit:{commit_of(hub, 'acme/steps')}"
     (hub / "models--acme--steps" / "refs" / "main").write_text(commit)  # as somebody's push
     assert call(f"{line} acme/steps --baseline acme/theirs").exit_code == 0
     (after,) = (record for record in read_records("out") if record.model == "acme/steps")
-    assert after.settings["model"] == f"commit:{commit}" and after.metrics != before.metrics
+    assert after.settings.model == f"commit:{commit}" and after.metrics != before.metrics
     assert call("report out --baseline acme/steps@v1").exit_code == 0
 
 

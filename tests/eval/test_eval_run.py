@@ -99,10 +99,11 @@ def test_results_are_reused_if_they_are_complete_and_their_settings_are_the_same
     (record, _) = start(seed=1)
     assert scored == ["sciq", "piqa", "sciq", "piqa"]
     libraries = {"dcformer", "torch", "transformers", "lm_eval", "datasets", "tokenizers"}
-    assert record.settings["versions"].keys() == libraries
-    for name in record.settings:  # whatever else differs, the result is another one
-        changed = {"of": {**record.settings["versions"], "torch": "1"}} if name == "versions" else "another"
-        assert record.has_settings({**record.settings, name: changed}) == (name == "git_revision")
+    assert record.settings.versions.keys() == libraries
+    for name in vars(record.settings):  # whatever else differs, the result is another one
+        changed = {**record.settings.versions, "torch": "1"} if name == "versions" else "another"
+        other = dataclasses.replace(record.settings, **{name: changed})
+        assert (other == record.settings) == (name == "git_revision")
 
 
 def test_a_fingerprint_is_of_the_configuration_and_all_weights(model, tmp_path):
@@ -212,7 +213,7 @@ def test_an_id_beyond_the_vocabulary_stops_the_run_and_keeps_what_is_finished(fi
         start(few_rows, tasks="sciq,piqa", data_dir=spaced, oov_policy="error")
     assert [record.task for record in read_records(tmp_path / "out")] == ["sciq"]
     record = start(few_rows, tasks="sciq,piqa", data_dir=spaced)[1]
-    assert record.settings["oov_policy"] == "clamp" and record.observed["oov_documents"] == 3
+    assert record.settings.oov_policy == "clamp" and record.observed["oov_documents"] == 3
 
 
 @pytest.mark.parametrize("token, policy", [(" " * 30, "clamp"), ("word", "error"), (None, None)])
@@ -224,8 +225,8 @@ def test_the_default_clamps_ids_without_a_row_if_all_are_runs_of_spaces(token, p
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     option = "clamp" if token is None else None
     (record,) = start(tasks="piqa", tokenizer=str(tmp_path / "tokenizer"), oov_policy=option)
-    assert record.settings["oov_policy"] == policy
-    assert record.settings["tokenizer"] == fingerprint_tokenizer(tokenizer)
+    assert record.settings.oov_policy == policy
+    assert record.settings.tokenizer == fingerprint_tokenizer(tokenizer)
 
 
 WRONG = {
@@ -309,7 +310,7 @@ def test_two_models_are_compared_on_head_tasks(tmp_path, data_dir):
     assert result.exit_code == 0, result.output
     made = read_records(tmp_path)
     assert {record.model for record in made} == {ANSWERS, baseline} and len(made) == 14
-    assert {record.settings["dtype"] for record in made} == {"float32"}
+    assert {record.settings.dtype for record in made} == {"float32"}
     for words in ("Δ to transformer", "K=7", "all K", "pattern", "transformation", "blind choice"):
         assert words in result.output
     assert made[0].timings["cached_tokens"] > 0.7 * made[0].timings["input_tokens"]
@@ -346,7 +347,7 @@ def test_a_task_is_added_by_its_file_alone(start, data, tmp_path, monkeypatch):
     assert (first.num_documents, second.num_fewshot) == (8, 2)
     assert call("report", tmp_path / "out").exit_code == 0
     file.write_text(file.read_text().replace("text: goal", "text: 'Goal: {{goal}}'"))
-    assert start(tasks="ways")[0].settings["data"] != first.settings["data"]  # and not reused
+    assert start(tasks="ways")[0].settings.data != first.settings.data  # and not reused
     file.write_text("include: column.yaml\ntask: dcformer_ways\ndataset_kwargs: {column: ways}\n")
     with pytest.raises(ValueError, match="where the documents of 'ways' are published"):
         start(tasks="ways")

@@ -33,8 +33,8 @@ from dcformer.eval import (
     find_tasks,
     list_tasks,
     perplexity,
+    race_prompts,
     source_of,
-    table4_prompts,
     task_data,
     task_manager,
     tasks_folder,
@@ -161,23 +161,25 @@ def test_race_is_asked_as_before_version_three():
             {"question": "The story is about   _  .", "options": ["a dog", "a cat", "a hat", "a mat"], "answer": "B"},
         ],
     }
-    assert table4_prompts.race_context(document) == (
+    assert race_prompts.race_context(document) == (
         "Article: Tom has a cat.\nIt is black.\n\n _  .black\nQuestion: Who has a cat?\nAnswer: Tom.\n"
         "Question: Tom's cat _  .\nAnswer: sleeps\nThe story is about   _  ."
     )
-    assert table4_prompts.race_choices(document)[table4_prompts.race_answer(document)] == "a cat"
+    assert race_prompts.race_choices(document)[race_prompts.race_answer(document)] == "a cat"
 
 
 def test_other_prompts_have_the_words_of_lm_eval(tasks):
     for document in tasks["race_high"].eval_docs.select(range(50)):
         theirs = {**document, "problems": repr(document["problems"])}
-        assert table4_prompts.race_context_lm_eval_0_4_13(document) == preprocess_race.doc_to_text(theirs)
-        assert table4_prompts.race_choices(document) == preprocess_race.doc_to_choice(theirs)
-        assert table4_prompts.race_answer(document) == preprocess_race.doc_to_target(theirs)
+        assert race_prompts.race_context_lm_eval_0_4_13(document) == preprocess_race.doc_to_text(theirs)
+        assert race_prompts.race_choices(document) == preprocess_race.doc_to_choice(theirs)
+        assert race_prompts.race_answer(document) == preprocess_race.doc_to_target(theirs)
     for support in ("", " \n"):
-        document = {"support": support, "question": "What melts?"}
-        assert table4_prompts.sciq_context(document) == "Question: What melts?\nAnswer:"
-        assert table4_prompts.sciq_context_lm_eval_0_4_13(document) == "\nQuestion: What melts?\nAnswer:"
+        row = dict.fromkeys(("distractor1", "distractor2", "distractor3", "correct_answer"), "ice")
+        rows = datasets.Dataset.from_list([{**row, "support": support, "question": "What melts?"}])
+        for name, start in (("sciq", ""), ("sciq_lm_eval_0_4_13", "\n")):
+            asked = task_of(name, {"scored": rows, "examples": rows}).doc_to_text(rows[0])
+            assert asked == f"{start}Question: What melts?\nAnswer:"
     documents = datasets.Dataset.from_list([{"text": f"The cat number {i} has a hat"} for i in range(6)])
     names = ("lambada_openai", "lambada_openai_lm_eval_0_4_13")
     both = [task_of(name, {"scored": documents, "examples": documents}) for name in names]
@@ -349,8 +351,6 @@ def test_the_authors_texts_have_5328_answers_whose_tokens_are_those_of_the_whole
         for context, answer in tasks_of_heads.bracketed_answers(text).values():
             joined = tokenizer(context)["input_ids"] + tokenizer(answer)["input_ids"]
             assert joined == whole[: len(joined)]
-    context, _ = tasks_of_heads.bracketed_answers(texts[0], brackets=True)[3]
-    assert "kind of [ vehicle ]\n" in context and context.endswith(" [")
 
 
 def test_head_tasks_score_what_plain_forward_passes_do():
@@ -366,13 +366,11 @@ def test_head_tasks_score_what_plain_forward_passes_do():
     expected = [by_hand((tokenizer, model), row["context"], row["answer"], most=512) for row in questions]
     loss, right = torch.tensor([(-value, is_greedy) for value, is_greedy in expected]).double().T
     tokens = torch.tensor([len(tokenizer(row["answer"])["input_ids"]) - 1 for row in questions])  # one begins a text
-    summary = tasks_of_heads.head_task_summary(samples)
-    assert summary["accuracy"] == right.mean() and summary["answers"] == 32 and summary["documents"] == 4
-    assert summary["perplexity"] == pytest.approx(float((loss.mean()).exp()), rel=1e-5)
-    assert summary["token_perplexity"] == pytest.approx(float((loss.sum() / tokens.sum()).exp()), rel=1e-5)
-    chosen = torch.tensor([row["shots"] == 3 for row in questions])
-    assert summary["by_shots"]["3"]["perplexity"] == pytest.approx(float(loss[chosen].mean().exp()), rel=1e-5)
-    assert output["results"]["dcformer_head_tasks"]["answer_perplexity,none"] == pytest.approx(summary["perplexity"])
+    results = output["results"]["dcformer_head_tasks"]
+    assert results["acc,none"] == right.mean() and len(samples) == 32
+    assert results["answer_perplexity,none"] == pytest.approx(float(loss.mean().exp()), rel=1e-5)
+    assert results["token_perplexity,none"] == pytest.approx(float((loss.sum() / tokens.sum()).exp()), rel=1e-5)
+    assert [sample["fields"]["shots"] for sample in samples] == [row["shots"] for row in questions]
     # A text is computed once for its eight answers.
     whole = [row["context"] + row["answer"] for row in questions if row["shots"] == 7]
     assert scorer.computed_tokens == sum(len(ids) - 1 for ids in tokenizer(whole)["input_ids"])

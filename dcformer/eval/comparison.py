@@ -1,0 +1,280 @@
+"""Compares results with a baseline and with the paper: a frame with a row for every number, at full precision.
+
+Accuracies are fractions here, and percent in the tables of the report.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ..head_tasks import REFERENCES, reference_answers
+from . import published, stats
+from .control import Control, control_of, control_of_average
+from .head_task_answers import by_text
+from .perplexity import PAPER_WINDOW
+from .published import AVERAGE
+from .records import Record, model_folder, read_records, read_samples
+from .suites import AUTHORS_TASKS, HEAD_TASKS, PERPLEXITY_TASKS, TABLE4_COLUMNS, in_paper_order
+from .task_data import import_extra
+
+
+if TYPE_CHECKING:
+    import pandas
+
+AUTHORS_ALL = "head_tasks_authors_all"
+SUMMARIES = (AVERAGE, AUTHORS_ALL)
+# Column of the frame -> field of `stats.Difference`.
+_DELTA_FIELDS = {"delta": "value", "low": "low", "high": "high", "wins": "wins", "losses": "losses", "p": "p_value"}
+# Settings that must be equal for two results to be compared, besides the documents.
+_COMPARED_SETTINGS = ("dtype", "oov_policy", "task_version")
+
+
+class Results:
+    """
+    The records of a folder, and their samples, every file of which is read once.
+
+    Attributes:
+        records: By model, task and shots.
+        baseline: The model that the others are compared with.
+        rows: Model -> row of the paper.
+        models: In the order of the tables: the baseline, then the paper's order, then by name.
+        names: Model -> its name in the tables.
+    """
+
+    def __init__(self, output: str | os.PathLike, baseline: str | None, paper_rows: Mapping[str, str]):
+        self.records = {(r.model, r.task, r.num_fewshot): r for r in read_records(output)}
+        models = sorted({model for model, _, _ in self.records})
+        by_folder = {model_folder(model): model for model in models}
+        for name in (*([baseline] if baseline else []), *paper_rows):
+            if model_folder(name) not in by_folder:
+                raise ValueError(f"There are no results of {name!r}; there are of {', '.join(models)}.")
+        self.baseline = by_folder[model_folder(baseline)] if baseline else None
+        chosen = {by_folder[model_folder(name)]: row for name, row in paper_rows.items()}
+        rows = {model: published.paper_row(model, chosen) for model in models}
+        self.rows = {model: row for model, row in rows.items() if row}
+        order = {row: index for index, row in enumerate(published.PAPER_ROWS)}
+        self.models = sorted(models, key=lambda m: (m != self.baseline, order.get(rows[m] or "", len(order)), m))
+        self.names = short_names(self.models)
+
+        @cache
+        def samples_of(*key: Any) -> list[dict]:
+            record = self.records[key]
+            kept = ("doc_id", "doc_hash", "metrics", "fields", *(["requests"] if record.task in HEAD_TASKS else []))
+            return [{name: s[name] for name in kept if name in s} for s in read_samples(output, record)]
+
+        self._samples_of = samples_of
+
+    def samples(self, *records: Record) -> list[dict]:
+        """All samples of records."""
+        return [s for r in records for s in self._samples_of(r.model, r.task, r.num_fewshot)]
+
+    def groups(self) -> Iterator[tuple[str, int, list[Record]]]:
+        """Model, shots and the records of these, in the order of the tables."""
+        for model in self.models:
+            ordered = in_paper_order(record for record in self.records.values() if record.model == model)
+            for shots, group in itertools.groupby(ordered, key=lambda record: record.num_fewshot):
+                yield model, shots, list(group)
+
+    def counterpart(self, record: Record) -> tuple[Record | None, str]:
+        """The baseline's record for the same task if the two are comparable; else the reason why they are not."""
+        if self.baseline is None or self.baseline == record.model:
+            return None, ""
+        other = self.records.get((self.baseline, record.task, record.num_fewshot))
+        if other is None:
+            return None, "the latter has no result"
+        for name in (*_COMPARED_SETTINGS, *(["max_length"] if record.task in PERPLEXITY_TASKS else [])):
+            first, second = (getattr(r.settings, name) for r in (record, other))
+            # A model with an embedding row for every id needs no policy.
+            if first != second and not (name == "oov_policy" and None in (first, second)):
+                return None, f"{name} is {first} for the former and {second} for the latter"
+        if not stats.have_same_documents(self.samples(record), self.samples(other)):
+            reason = (
+                "they were scored on different documents (other data or limit, or a tokenizer that packs otherwise)"
+            )
+            return None, reason
+        return other, ""
+
+
+def short_names(models: Sequence[str]) -> dict[str, str]:
+    """Model -> its name in the tables: paths without the leading folders that are not needed to distinguish them."""
+    names = {}
+    for model in models:
+        parts = [part for part in model.split("/") if part]
+        is_path = model.startswith(("/", ".", "~")) or len(parts) > 2
+        candidates = ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)] if is_path else []
+        others = [f"/{other.rstrip('/')}" for other in models if other != model]
+        names[model] = next((c for c in candidates if not any(o.endswith(f"/{c}") for o in others)), model)
+    return names
+
+
+def compare(results: Results, correction: str, bootstrap: Mapping[str, int]) -> pandas.DataFrame:
+    """All numbers, with the columns of [`Report.frame`]; `bootstrap` has its seed and number of resamples."""
+    rows: list[dict[str, Any]] = []
+    for _, _, records in results.groups():
+        cells = [cell for record in records for cell in _cells(results, record, bootstrap)]
+        rows += [*cells, *_average(results, records, cells, bootstrap), *_authors_all(results, records, bootstrap)]
+    frame = (
+        import_extra("pandas").DataFrame(rows).astype({"delta": float, **dict.fromkeys(("wins", "losses"), "Int64")})
+    )
+    if correction == "holm":
+        frame["p_corrected"] = _corrected(frame)
+    is_decided = frame.pop("excludes_zero") & (frame.p_corrected.fillna(frame.p).astype(float) <= stats.SIGNIFICANCE)
+    frame["undecided"] = (frame.delta.notna() & ~is_decided).map({True: "undecided", False: ""})
+    return frame
+
+
+def _number(
+    record: Record,
+    metric: str,
+    value: float,
+    stderr: float | None,
+    delta: stats.Difference | None,
+    paper: float | None,
+    held: Control | None = None,
+) -> dict[str, Any]:
+    """A row of the frame, of a record or a summary of records."""
+    stderr, verdict = None if stderr is None or not math.isfinite(stderr) else stderr, ""
+    if paper is not None and stderr is not None:
+        # A few documents that are all right, or all wrong, have a standard error of 0.
+        is_column = metric == "acc" and record.task in TABLE4_COLUMNS
+        least = stats.accuracy_stderr(paper, record.num_samples) if is_column else 0.0
+        verdict = "within 2 stderr" if abs(value - paper) <= 2 * max(stderr, least) else "outside 2 stderr"
+    partial = f"PARTIAL: {record.num_samples} of {record.num_documents} documents" if record.is_partial else ""
+    return {
+        "model": record.model,
+        "task": record.task,
+        "shots": record.num_fewshot,
+        "metric": metric,
+        "value": value,
+        "stderr": stderr,
+        "n": record.num_samples,
+        **{name: delta and getattr(delta, field) for name, field in _DELTA_FIELDS.items()},
+        "p_corrected": math.nan,
+        "undecided": "",
+        "excludes_zero": delta is not None and delta.excludes_zero,
+        "paper": paper,
+        "verdict": verdict,
+        "published": held and held.published,
+        "tolerance": held and held.tolerance,
+        "control": "" if held is None else f"{'within' if held.agrees(value) else 'outside'} tolerance",
+        "partial": partial,
+    }
+
+
+def _cells(results: Results, record: Record, bootstrap: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """The numbers of a record."""
+    row, (other, _) = results.rows.get(record.model), results.counterpart(record)
+    for metric, measured in record.metrics.items():
+        delta = paper = held = None
+        if other is not None and metric in other.metrics:
+            pair = by_text(results.samples(record)), by_text(results.samples(other))
+            delta = stats.paired_mean_difference({record.task: pair}, metric, **bootstrap)
+        if metric == "acc":
+            paper = published.paper_accuracies(row, record.num_fewshot).get(record.task)
+            held = control_of(row, record)
+        elif metric == "token_perplexity" and record.settings.max_length == PAPER_WINDOW:
+            paper = published.paper_perplexities(row).get(record.task)
+        yield _number(record, metric, measured["value"], measured["stderr"], delta, paper, held)
+
+
+def _summary(task: str, records: Sequence[Record]) -> Record:
+    """A record of several tasks together."""
+    counts = sum(record.num_samples for record in records), sum(record.num_documents for record in records)
+    return Record(records[0].model, task, records[0].num_fewshot, {}, *counts)
+
+
+def why_no_average(columns: Sequence[Record]) -> list[str]:
+    """The reasons why a model's records of Table 4 have no average."""
+    missing = set(TABLE4_COLUMNS) - {record.task for record in columns}
+    mixed = [name for name in ("dtype", "oov_policy") if len({getattr(r.settings, name) for r in columns}) > 1]
+    return [f"{task} missing" for task in TABLE4_COLUMNS if task in missing] + [f"other {name}" for name in mixed]
+
+
+def _average(
+    results: Results, records: Sequence[Record], cells: Sequence[Mapping], bootstrap: Mapping[str, int]
+) -> Iterator[dict[str, Any]]:
+    """The unweighted mean of the eleven accuracies; compared if the baseline is comparable on all of them."""
+    columns = [record for record in records if record.task in TABLE4_COLUMNS]
+    if why_no_average(columns):
+        return
+    cells = [cell for cell in cells if cell["metric"] == "acc" and cell["task"] in TABLE4_COLUMNS]
+    row, shots, stderrs = results.rows.get(columns[0].model), columns[0].num_fewshot, [cell["stderr"] for cell in cells]
+    delta = held = None
+    if all(cell["delta"] is not None for cell in cells):
+        others = [results.records[results.baseline or "", record.task, shots] for record in columns]
+        pairs = {r.task: (results.samples(r), results.samples(other)) for r, other in zip(columns, others)}
+        delta = stats.paired_mean_difference(pairs, "acc", **bootstrap)
+    if all(cell["published"] is not None for cell in cells):
+        held = control_of_average(row, shots, [(cell["published"], cell["n"]) for cell in cells])
+    value = sum(cell["value"] for cell in cells) / len(cells)
+    stderr = None if None in stderrs else math.hypot(*stderrs) / len(stderrs)
+    paper = published.paper_accuracies(row, shots).get(AVERAGE)
+    yield _number(_summary(AVERAGE, columns), "acc", value, stderr, delta, paper, held)
+
+
+def _authors_all(results: Results, records: Sequence[Record], bootstrap: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """The means over all answers with 2 to 7 shots, as in Table 5; texts are resampled with all six answers."""
+    records = [record for record in records if record.task in AUTHORS_TASKS]
+    texts = {frozenset(sample["fields"]["document"] for sample in results.samples(record)) for record in records}
+    if len(records) < len(AUTHORS_TASKS) or len(texts) > 1:
+        return
+    others = [other for record in records if (other := results.counterpart(record)[0])]
+    pooled = [by_text(results.samples(*part)) for part in (records, others)]
+    for metric in [name for name in records[0].metrics if all(name in record.metrics for record in records)]:
+        delta = None
+        if len(others) == len(records) and all(metric in other.metrics for other in others):
+            delta = stats.paired_mean_difference({AUTHORS_ALL: (pooled[0], pooled[1])}, metric, **bootstrap)
+        paper = published.paper_authors_texts(results.rows.get(records[0].model)).get(metric)
+        value_and_error = stats.metric_and_stderr(pooled[0], metric)
+        yield _number(_summary(AUTHORS_ALL, records), metric, *value_and_error, delta, paper)
+
+
+def table_kinds(frame: pandas.DataFrame) -> pandas.Series:
+    """The kind of table of every number."""
+    kinds = dict.fromkeys((*HEAD_TASKS, AUTHORS_ALL), "head") | dict.fromkeys(PERPLEXITY_TASKS, "perplexity")
+    is_table4 = (frame.metric == "acc") & frame.task.isin((*TABLE4_COLUMNS, AVERAGE))
+    return frame.task.map(kinds).fillna("other").mask(is_table4, "table4")
+
+
+def _corrected(frame: pandas.DataFrame) -> pandas.Series:
+    """P-values corrected for the number of those in a table; its summaries are corrected separately."""
+    families = [table_kinds(frame), frame.shots, frame.task.isin(SUMMARIES)]
+    return frame.p.astype(float).dropna().groupby(families).transform(lambda p: stats.holm(p.tolist()))
+
+
+def break_down(results: Results) -> dict[str, pandas.DataFrame]:
+    """Title -> accuracies of head tasks in percent by kinds of questions, beside rules that never read the question."""
+    pandas, tables = import_extra("pandas"), {}
+    for title, tasks in (("generated texts", ("head_tasks",)), ("the authors' texts", AUTHORS_TASKS)):
+        answers = [
+            (results.names[record.model], sample, sample["metrics"]["acc"])
+            for record in results.records.values()
+            if record.task in tasks
+            for sample in results.samples(record)
+        ]
+        if not answers:
+            continue
+        of_first = [sample for name, sample, _ in answers if name == answers[0][0]]
+        answers += [(REFERENCES[rule], s, p) for s in of_first for rule, p in _chances(s).items()]
+        frame = pandas.DataFrame([{"all": "", **s["fields"], "by": name, "acc": acc} for name, s, acc in answers])
+        kinds = ("all", "shots", "subject", "pattern", "transformation")
+        groups = pandas.concat(
+            {kind: frame.groupby([kind, "by"]).acc.agg(["mean", "size"]).unstack() for kind in kinds}
+        )
+        table = groups["mean"][frame.by.unique()].rename_axis(columns=None)
+        table = table.map(lambda mean: "-" if math.isnan(mean) else f"{100 * mean:.1f}").reset_index(drop=True)
+        table.insert(0, "questions", [f"{kind} {value}".strip() for kind, value in groups.index])
+        table.insert(1, "answers", [f"{count:.0f}" for count in groups["size"].max(axis=1)])
+        tables[f"Head tasks by questions, {title}, accuracy in percent"] = table
+    return tables
+
+
+def _chances(sample: Mapping) -> dict[str, float]:
+    """The probability of a right answer by each rule that never reads the question."""
+    request = sample["requests"][0]
+    return reference_answers({"context": request["context"], "answer": request["continuation"], **sample["fields"]})
