@@ -14,7 +14,7 @@ _PUBLIC = {
     "evaluation_report": "Report build_report",
     "legend": "differences_from_published",
     "evaluator": "EvaluationOptions evaluate quiet_harness",
-    "stats": "Difference SeedComparison compare_seeds holm paired_difference seed_interval sign_test",
+    "stats": "Difference holm paired_difference sign_test",
     "suites": "AUTHORS_TASKS HEAD_TASKS SUITES TaskSummary find_tasks list_tasks task_manager tasks_folder",
     "published": "",
 }

@@ -173,7 +173,7 @@ def _cells(results: Results, record: Record, bootstrap: Mapping[str, int]) -> It
         delta = paper = held = None
         if other is not None and metric in other.metrics:
             pair = by_text(results.samples(record)), by_text(results.samples(other))
-            delta = stats.paired_mean_difference({record.task: pair}, metric, **bootstrap)
+            delta = stats.paired_difference({record.task: pair}, metric, **bootstrap)
         if metric == "acc":
             paper = published.paper_accuracies(row, record.num_fewshot).get(record.task)
             held = control_of(row, record)
@@ -208,7 +208,7 @@ def _average(
     if all(cell["delta"] is not None for cell in cells):
         others = [results.records[results.baseline or "", record.task, shots] for record in columns]
         pairs = {r.task: (results.samples(r), results.samples(other)) for r, other in zip(columns, others)}
-        delta = stats.paired_mean_difference(pairs, "acc", **bootstrap)
+        delta = stats.paired_difference(pairs, "acc", **bootstrap)
     if all(cell["published"] is not None for cell in cells):
         held = control_of_average(row, shots, [(cell["published"], cell["n"]) for cell in cells])
     value = sum(cell["value"] for cell in cells) / len(cells)
@@ -228,7 +228,7 @@ def _authors_all(results: Results, records: Sequence[Record], bootstrap: Mapping
     for metric in [name for name in records[0].metrics if all(name in record.metrics for record in records)]:
         delta = None
         if len(others) == len(records) and all(metric in other.metrics for other in others):
-            delta = stats.paired_mean_difference({AUTHORS_ALL: (pooled[0], pooled[1])}, metric, **bootstrap)
+            delta = stats.paired_difference({AUTHORS_ALL: (pooled[0], pooled[1])}, metric, **bootstrap)
         paper = published.paper_authors_texts(results.rows.get(records[0].model)).get(metric)
         value_and_error = stats.metric_and_stderr(pooled[0], metric)
         yield _number(_summary(AUTHORS_ALL, records), metric, *value_and_error, delta, paper)

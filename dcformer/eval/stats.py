@@ -1,4 +1,4 @@
-"""Standard errors, and intervals and p-values of differences between models and between training seeds.
+"""Standard errors, and intervals and p-values of differences between models.
 
 Every metric is a function of two sums over documents: of what was measured, and of what it is measured per. An accuracy
 is hits per document, the logarithm of a perplexity is minus the log-likelihood per token, and bits per byte are the
@@ -64,39 +64,26 @@ def have_same_documents(samples: Sequence[Mapping], baseline: Sequence[Mapping])
 
 
 def paired_difference(
-    samples: Sequence[Mapping],
-    baseline: Sequence[Mapping],
-    metric: str,
-    *,
-    task: str,
-    seed: int = 0,
-    resamples: int = RESAMPLES,
-) -> Difference:
-    """
-    Difference of a metric between two models, with the percentile interval of resampled documents, and its p-value.
-
-    Args:
-        samples: A record's samples (see [`read_samples`]). The metric of a sample is a number, or for perplexities and
-            `bits_per_byte` the pair of a log-likelihood (nats) and the number of tokens or bytes.
-        baseline: Samples of the baseline, in any order.
-        task: Name of the task, for errors and as part of the seed.
-        seed (defaults to 0): Seed of the bootstrap.
-        resamples (defaults to 10,000): Number of its resamples.
-
-    Raises:
-        ValueError: if the two have different documents.
-    """
-    return paired_mean_difference({task: (samples, baseline)}, metric, seed=seed, resamples=resamples)
-
-
-def paired_mean_difference(
     tasks: Mapping[str, tuple[Sequence[Mapping], Sequence[Mapping]]],
     metric: str,
     *,
     seed: int = 0,
     resamples: int = RESAMPLES,
 ) -> Difference:
-    """[`paired_difference`] of the unweighted mean of tasks; the documents of every task are resampled separately."""
+    """
+    Difference of a metric, or of its unweighted mean over several tasks, between two models, with the percentile
+    interval of resampled documents, and its p-value; the documents of every task are resampled separately.
+
+    Args:
+        tasks: Task -> samples (see [`read_samples`]) of the model and of the baseline, in any order. The metric of a
+            sample is a number, or for perplexities and `bits_per_byte` the pair of a log-likelihood (nats) and the
+            number of tokens or bytes.
+        seed (defaults to 0): Seed of the bootstrap.
+        resamples (defaults to 10,000): Number of its resamples.
+
+    Raises:
+        ValueError: if the two have different documents.
+    """
     # The task's name seeds its generator, so that its interval does not depend on the other tasks.
     point, resampled, of_tasks = 0.0, np.zeros(resamples), []
     for task, (samples, baseline) in tasks.items():
@@ -204,61 +191,3 @@ def _resampled_sums(rows: np.ndarray, resamples: int, generator: np.random.Gener
     count = len(rows)
     sampled = (generator.integers(count, size=count) for _ in range(resamples))
     return np.array([np.bincount(indices, minlength=count) @ rows for indices in sampled])
-
-
-@dataclass(frozen=True)
-class SeedComparison:
-    """Two variants, compared by the seeds that both were trained with."""
-
-    first: str
-    second: str
-    seeds: int  #: number of seeds that both have
-    difference: float  #: mean of first minus second, paired by seed
-    half_width: float  #: of the 95 % interval of this difference alone
-    #: Half the width of intervals that in 95 % of experiments all contain their differences (Bonferroni); wider than
-    #: the corrected p implies.
-    simultaneous_half_width: float
-    p: float  #: two-sided, of the paired t test, or of the sign test if the difference is the same for all seeds
-    corrected_p: float  #: by Holm's method, for all comparisons made at once
-
-
-def seed_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean of one value per training seed, and half the width of its 95 % interval (Student's t; `nan` for one)."""
-    mean = math.fsum(values) / len(values)
-    if len(values) == 1:
-        return mean, math.nan
-    stats = import_extra("scipy.stats")
-    return mean, float(stats.t.ppf(1 - SIGNIFICANCE / 2, len(values) - 1) * stats.sem(values))
-
-
-def compare_seeds(
-    values: Mapping[str, Mapping[int, float]], pairs: Sequence[tuple[str, str]] | None = None
-) -> list[SeedComparison]:
-    """
-    Compare variants by t tests paired by seed, with p-values corrected for the number of comparisons.
-
-    Args:
-        values: Variant -> seed -> value.
-        pairs (*optional*): Which to compare, as (first, second); `None`: every variant with the first.
-
-    Raises:
-        ValueError: if a pair has fewer than two seeds in common.
-    """
-    names = list(values)
-    chosen = [(name, names[0]) for name in names[1:]] if pairs is None else list(pairs)
-    stats, rows = import_extra("scipy.stats"), []
-    for first, second in chosen:
-        both = values[first].keys() & values[second].keys()
-        differences = [values[first][seed] - values[second][seed] for seed in both]
-        if len(differences) < 2:
-            raise ValueError(f"{first!r} and {second!r} must have two seeds in common, got {len(differences)}.")
-        mean, half_width = seed_interval(differences)
-        freedom, error = len(differences) - 1, float(stats.sem(differences))
-        simultaneous = float(stats.t.ppf(1 - SIGNIFICANCE / 2 / len(chosen), freedom)) * error
-        if math.isclose(min(differences), max(differences), rel_tol=1e-9):
-            # Shares of right answers are rounded, so equal differences may be chance; the signs can still be tested.
-            p = 2.0**-freedom if mean else 1.0
-        else:
-            p = float(2 * stats.t.sf(abs(mean) / error, freedom))
-        rows.append((first, second, len(differences), mean, half_width, simultaneous, p))
-    return [SeedComparison(*row, corrected_p) for row, corrected_p in zip(rows, holm([row[-1] for row in rows]))]

@@ -3,7 +3,9 @@
 from .recipe import Run, SweepRecipe, plan_sweep
 from .report import compare_variants, plot_sweep, print_report, summarise
 from .runner import finish_run, run_sweep
+from .seeds import SeedComparison, compare_seeds, seed_interval
 
 
 __all__ = ["Run", "SweepRecipe", "finish_run", "plan_sweep", "run_sweep"]
 __all__ += ["compare_variants", "plot_sweep", "print_report", "summarise"]
+__all__ += ["SeedComparison", "compare_seeds", "seed_interval"]

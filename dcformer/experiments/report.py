@@ -12,7 +12,7 @@ from rich.table import Column, Table
 
 from ..common.optional import import_optional
 from ..common.plotting import check_plot_path, draw_rows, picture
-from ..eval import compare_seeds, seed_interval
+from .seeds import compare_seeds, seed_interval
 
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dcformer.common.plotting import draw_grid, draw_rows, picture
-from dcformer.eval import compare_seeds, holm, seed_interval
+from dcformer.eval import holm
+from dcformer.experiments import compare_seeds, seed_interval
 from dcformer.head_tasks import REFERENCES
 from dcformer.training import load_recipe
 

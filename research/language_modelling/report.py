@@ -18,7 +18,7 @@ import pandas as pd
 from matplotlib.ticker import LogFormatterSciNotation, LogLocator, NullFormatter
 
 from dcformer.common.plotting import draw_grid, picture
-from dcformer.eval import compare_seeds, seed_interval
+from dcformer.experiments import compare_seeds, seed_interval
 from dcformer.training import load_recipe
 
 from ..head_tasks.report import ROWS_OF_TABLE_9

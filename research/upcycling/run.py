@@ -22,7 +22,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, set_seed
 
 from dcformer.conversion import upcycle
-from dcformer.eval import seed_interval
+from dcformer.experiments import seed_interval
 
 from ..language_modelling.breakdown import token_losses
 from ..sweeps import recorded

@@ -17,19 +17,17 @@ from dcformer.eval import (
     Record,
     Settings,
     build_report,
-    compare_seeds,
     holm,
     paired_difference,
     plot_deltas,
     published,
-    seed_interval,
     source_of,
     write_record,
 )
 from dcformer.eval.comparison import short_names
 from dcformer.eval.control import control_of
 from dcformer.eval.head_task_answers import by_text
-from dcformer.eval.stats import Difference, accuracy_stderr, metric_and_stderr, paired_mean_difference
+from dcformer.eval.stats import Difference, accuracy_stderr, metric_and_stderr
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "evaluation.md"
@@ -114,7 +112,7 @@ def test_interval_and_p_value_of_a_ratio_are_those_of_its_linearisation(metric):
     counts = generator.integers(50, 150, 600)
     first, second = (-counts * generator.normal(rate, 0.2, 600) for rate in (2.0, 2.02))
     samples, others = (as_samples([*zip(values, counts)], metric) for values in (first, second))
-    measured = paired_difference(samples, others, metric, task="x")
+    measured = paired_difference({"x": (samples, others)}, metric)
     per_token = -(first - second) / (math.log(2) if metric == "bits_per_byte" else 1)
     rate = per_token.sum() / counts.sum()
     error = np.sqrt(((per_token - rate * counts) ** 2).sum()) / counts.sum()
@@ -130,7 +128,7 @@ def test_p_value_of_accuracies_is_of_the_exact_sign_test_and_their_interval_the_
     second = first.copy()
     first[: wins + losses] = np.arange(wins + losses) < wins
     second[: wins + losses] = 1 - first[: wins + losses]
-    measured, total = paired_difference(as_samples(first), as_samples(second), "acc", task="x"), wins + losses
+    measured, total = paired_difference({"x": (as_samples(first), as_samples(second))}, "acc"), wins + losses
     tail = sum(math.comb(total, few) for few in range(min(wins, losses) + 1)) / 2**total
     assert (measured.wins, measured.losses, measured.documents) == (wins, losses, documents)
     assert measured.p_value == pytest.approx(min(1, 2 * tail))
@@ -145,17 +143,17 @@ def test_documents_are_matched_by_hash_and_occurrence_and_must_be_the_same():
     first, second = as_samples(hits(0.4, 60)), as_samples(hits(0.6, 60))
     for samples in (first, second):
         samples[7]["doc_hash"] = samples[50]["doc_hash"]  # the same document twice
-    straight = paired_difference(first, second, "acc", task="x", resamples=RESAMPLES)
-    assert paired_difference(first, second[::-1], "acc", task="x", resamples=RESAMPLES) == straight
+    straight = paired_difference({"x": (first, second)}, "acc", resamples=RESAMPLES)
+    assert paired_difference({"x": (first, second[::-1])}, "acc", resamples=RESAMPLES) == straight
     # Pairing takes away what is common: unpaired, the interval would be as wide as two independent errors.
     assert straight.high - straight.low < 2 * 1.96 * math.sqrt(2) * accuracy_stderr(0.5, 60)
     with pytest.raises(ValueError, match=r"'piqa'.*0 in both"):
-        paired_difference(as_samples(hits(0.5)), as_samples(hits(0.5), name="other"), "acc", task="piqa")
+        paired_difference({"piqa": (as_samples(hits(0.5)), as_samples(hits(0.5), name="other"))}, "acc")
 
 
 def test_mean_of_tasks_is_unweighted_and_resampled_in_each():
     pairs = {"small": (hits(0.6, 100), hits(0.5, 100, 5)), "large": (hits(0.7, 3000), hits(0.7, 3000, 5))}
-    measured = paired_mean_difference({name: [*map(as_samples, pair)] for name, pair in pairs.items()}, "acc")
+    measured = paired_difference({name: [*map(as_samples, pair)] for name, pair in pairs.items()}, "acc")
     errors = [np.std(first - second) / math.sqrt(len(first)) for first, second in pairs.values()]
     assert measured.value == pytest.approx(0.05)
     assert (measured.high - measured.low) / 2 == pytest.approx(1.96 * math.hypot(*errors) / 2, rel=0.05)
@@ -165,28 +163,6 @@ def test_holms_rule_and_an_interval_that_ends_at_zero():
     # Of four, the smallest is multiplied by 4, the next by 3, and none is below one before it.
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02]) and holm([]) == []
     assert not Difference(0.03, 1e-17, 0.06).excludes_zero and Difference(0.03, 0.01, 0.06).excludes_zero
-
-
-def test_intervals_and_tests_over_seeds_are_students():
-    stats = pytest.importorskip("scipy.stats")
-    values = {"a": {1: 0.90, 2: 0.92, 3: 0.91}, "b": {1: 0.93, 2: 0.94, 3: 0.96}, "c": {1: 0.91, 2: 0.93, 3: 0.92}}
-    mean, half = seed_interval(list(values["a"].values()))
-    assert (mean, half) == pytest.approx((0.91, stats.t.ppf(0.975, 2) * 0.01 / math.sqrt(3)))
-    assert math.isnan(seed_interval([0.5])[1])
-    b, c = compare_seeds(values)
-    test = stats.ttest_rel(list(values["b"].values()), list(values["a"].values()))
-    assert (b.seeds, b.difference, b.p) == pytest.approx((3, 0.1 / 3, test.pvalue))
-    low, high = test.confidence_interval(0.95)
-    assert b.half_width == pytest.approx((high - low) / 2)
-    low, high = test.confidence_interval(1 - 0.05 / 2)  # Bonferroni's, of two
-    assert b.simultaneous_half_width == pytest.approx((high - low) / 2)
-    assert c.p == 0.25  # all seeds differ by the same: two signs in four
-    # Holm's: the smaller of two p-values is doubled, the other is at least that.
-    assert (b.p < c.p, b.corrected_p, c.corrected_p) == pytest.approx((True, 2 * b.p, max(2 * b.p, 0.25)))
-    only_b, *_ = compare_seeds(values, [("b", "a")])
-    assert only_b.corrected_p == only_b.p == b.p
-    with pytest.raises(ValueError, match="two seeds"):
-        compare_seeds({"a": {1: 0.5}, "b": {2: 0.5}})
 
 
 def test_published_numbers_are_those_of_the_sources(fixtures):
@@ -390,7 +366,7 @@ def test_a_single_document_has_no_interval_and_the_report_says_so(tmp_path):
     assert "which a single document has not" in notes and "No interval: a single document has none" in notes
     # Two texts that differ by the same are no proof, however they are resampled.
     texts = (as_samples([(value, 10)] * 2, "token_perplexity") for value in (-30.0, -20.0))
-    measured = paired_difference(*texts, "token_perplexity", task="x", resamples=RESAMPLES)
+    measured = paired_difference({"x": (*texts,)}, "token_perplexity", resamples=RESAMPLES)
     assert (measured.low, measured.high, measured.p_value) == pytest.approx((1.0, 1.0, 0.5))
 
 

@@ -1,6 +1,7 @@
 """Sweeps: their runs, what a stopped one keeps, runs that fail, and what the results say."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -20,12 +21,14 @@ from typer.testing import CliRunner
 import dcformer.eval
 from dcformer.cli import app
 from dcformer.experiments import (
+    compare_seeds,
     compare_variants,
     finish_run,
     plan_sweep,
     plot_sweep,
     print_report,
     run_sweep,
+    seed_interval,
     summarise,
 )
 from dcformer.head_tasks import build_tokenizer
@@ -340,3 +343,24 @@ def test_intervals_and_differences_over_seeds(tmp_path, capsys):
     assert compared == better_first
     plot_sweep(results, tmp_path / "a.svg")
     assert "evaluation_loss" in (tmp_path / "a.svg").read_text()
+
+
+def test_intervals_and_tests_over_seeds_are_students():
+    values = {"a": {1: 0.90, 2: 0.92, 3: 0.91}, "b": {1: 0.93, 2: 0.94, 3: 0.96}, "c": {1: 0.91, 2: 0.93, 3: 0.92}}
+    mean, half = seed_interval(list(values["a"].values()))
+    assert (mean, half) == pytest.approx((0.91, stats.t.ppf(0.975, 2) * 0.01 / math.sqrt(3)))
+    assert math.isnan(seed_interval([0.5])[1])
+    b, c = compare_seeds(values)
+    test = stats.ttest_rel(list(values["b"].values()), list(values["a"].values()))
+    assert (b.seeds, b.difference, b.p) == pytest.approx((3, 0.1 / 3, test.pvalue))
+    low, high = test.confidence_interval(0.95)
+    assert b.half_width == pytest.approx((high - low) / 2)
+    low, high = test.confidence_interval(1 - 0.05 / 2)  # Bonferroni's, of two
+    assert b.simultaneous_half_width == pytest.approx((high - low) / 2)
+    assert c.p == 0.25  # all seeds differ by the same: two signs in four
+    # Holm's: the smaller of two p-values is doubled, the other is at least that.
+    assert (b.p < c.p, b.corrected_p, c.corrected_p) == pytest.approx((True, 2 * b.p, max(2 * b.p, 0.25)))
+    only_b, *_ = compare_seeds(values, [("b", "a")])
+    assert only_b.corrected_p == only_b.p == b.p
+    with pytest.raises(ValueError, match="two seeds"):
+        compare_seeds({"a": {1: 0.5}, "b": {2: 0.5}})
