@@ -118,33 +118,103 @@ def compare(results: Results, correction: str, bootstrap: Mapping[str, int]) -> 
     for _, _, records in results.groups():
         cells = [cell for record in records for cell in _cells(results, record, bootstrap)]
         rows += [*cells, *_average(results, records, cells, bootstrap), *_authors_all(results, records, bootstrap)]
-    frame = (
-        import_extra("pandas").DataFrame(rows).astype({"delta": float, **dict.fromkeys(("wins", "losses"), "Int64")})
-    )
+    frame = import_extra("pandas").DataFrame(rows)
+    frame = frame.astype({"delta": float, **dict.fromkeys(("wins", "losses"), "Int64")})
     if correction == "holm":
-        frame["p_corrected"] = _corrected(frame)
+        families = [table_kinds(frame), frame.shots, frame.task.isin(SUMMARIES)]
+        p_values = frame.p.astype(float).dropna().groupby(families)
+        frame["p_corrected"] = p_values.transform(lambda family: stats.holm(family.tolist()))
     is_decided = frame.pop("excludes_zero") & (frame.p_corrected.fillna(frame.p).astype(float) <= stats.SIGNIFICANCE)
     frame["undecided"] = (frame.delta.notna() & ~is_decided).map({True: "undecided", False: ""})
     return frame
 
 
+def _cells(results: Results, record: Record, bootstrap: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """The numbers of a record."""
+    for metric, measured in record.metrics.items():
+        delta = _difference(results, {record.task: [record]}, metric, bootstrap)
+        held = control_of(results.rows.get(record.model), record) if metric == "acc" else None
+        yield _number(results, record, metric, (measured["value"], measured["stderr"]), delta, held)
+
+
+def _average(
+    results: Results, records: Sequence[Record], cells: Sequence[Mapping], bootstrap: Mapping[str, int]
+) -> Iterator[dict[str, Any]]:
+    """The unweighted mean of the eleven accuracies; compared if the baseline is comparable on all of them."""
+    columns = [record for record in records if record.task in TABLE4_COLUMNS]
+    if why_no_average(columns):
+        return
+    cells = [cell for cell in cells if cell["metric"] == "acc" and cell["task"] in TABLE4_COLUMNS]
+    average, stderrs = _summary(AVERAGE, columns), [cell["stderr"] for cell in cells]
+    delta, held = _difference(results, {record.task: [record] for record in columns}, "acc", bootstrap), None
+    if all(cell["published"] is not None for cell in cells):
+        of_columns = [(cell["published"], cell["n"]) for cell in cells]
+        held = control_of_average(results.rows.get(average.model), average.num_fewshot, of_columns)
+    mean = sum(cell["value"] for cell in cells) / len(cells)
+    stderr = None if None in stderrs else math.hypot(*stderrs) / len(stderrs)
+    yield _number(results, average, "acc", (mean, stderr), delta, held)
+
+
+def why_no_average(columns: Sequence[Record]) -> list[str]:
+    """The reasons why a model's records of Table 4 have no average."""
+    missing = set(TABLE4_COLUMNS) - {record.task for record in columns}
+    mixed = [name for name in ("dtype", "oov_policy") if len({getattr(r.settings, name) for r in columns}) > 1]
+    return [f"{task} missing" for task in TABLE4_COLUMNS if task in missing] + [f"other {name}" for name in mixed]
+
+
+def _authors_all(results: Results, records: Sequence[Record], bootstrap: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """The means over all answers with 2 to 7 shots, as in Table 5; texts are resampled with all six answers."""
+    records = [record for record in records if record.task in AUTHORS_TASKS]
+    texts = {frozenset(sample["fields"]["document"] for sample in results.samples(record)) for record in records}
+    if len(records) < len(AUTHORS_TASKS) or len(texts) > 1:
+        return
+    for metric in [name for name in records[0].metrics if all(name in record.metrics for record in records)]:
+        measured = stats.metric_and_stderr(by_text(results.samples(*records)), metric)
+        delta = _difference(results, {AUTHORS_ALL: records}, metric, bootstrap)
+        yield _number(results, _summary(AUTHORS_ALL, records), metric, measured, delta)
+
+
+def _summary(task: str, records: Sequence[Record]) -> Record:
+    """A record of several tasks together."""
+    counts = sum(record.num_samples for record in records), sum(record.num_documents for record in records)
+    return Record(records[0].model, task, records[0].num_fewshot, {}, *counts)
+
+
+def _difference(
+    results: Results, pools: Mapping[str, Sequence[Record]], metric: str, bootstrap: Mapping[str, int]
+) -> stats.Difference | None:
+    """The difference to the baseline of the mean over pools of records; `None` if a record cannot be compared."""
+    pairs = {}
+    for name, records in pools.items():
+        others = [other for record in records if (other := results.counterpart(record)[0]) and metric in other.metrics]
+        if len(others) < len(records):
+            return None
+        pairs[name] = by_text(results.samples(*records)), by_text(results.samples(*others))
+    return stats.paired_difference(pairs, metric, **bootstrap)
+
+
 def _number(
+    results: Results,
     record: Record,
     metric: str,
-    value: float,
-    stderr: float | None,
+    measured: tuple[float, float | None],
     delta: stats.Difference | None,
-    paper: float | None,
     held: Control | None = None,
 ) -> dict[str, Any]:
     """A row of the frame, of a record or a summary of records."""
-    stderr, verdict = None if stderr is None or not math.isfinite(stderr) else stderr, ""
+    (value, stderr), row, verdict, paper = measured, results.rows.get(record.model), "", None
+    stderr = None if stderr is None or not math.isfinite(stderr) else stderr
+    if record.task == AUTHORS_ALL:
+        paper = published.paper_authors_texts(row).get(metric)
+    elif metric == "acc":
+        paper = published.paper_accuracies(row, record.num_fewshot).get(record.task)
+    elif metric == "token_perplexity" and record.settings.max_length == PAPER_WINDOW:
+        paper = published.paper_perplexities(row).get(record.task)
     if paper is not None and stderr is not None:
         # A few documents that are all right, or all wrong, have a standard error of 0.
         is_column = metric == "acc" and record.task in TABLE4_COLUMNS
         least = stats.accuracy_stderr(paper, record.num_samples) if is_column else 0.0
         verdict = "within 2 stderr" if abs(value - paper) <= 2 * max(stderr, least) else "outside 2 stderr"
-    partial = f"PARTIAL: {record.num_samples} of {record.num_documents} documents" if record.is_partial else ""
     return {
         "model": record.model,
         "task": record.task,
@@ -162,76 +232,8 @@ def _number(
         "published": held and held.published,
         "tolerance": held and held.tolerance,
         "control": "" if held is None else f"{'within' if held.agrees(value) else 'outside'} tolerance",
-        "partial": partial,
+        "partial": f"PARTIAL: {record.num_samples} of {record.num_documents} documents" if record.is_partial else "",
     }
-
-
-def _cells(results: Results, record: Record, bootstrap: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """The numbers of a record."""
-    row, (other, _) = results.rows.get(record.model), results.counterpart(record)
-    for metric, measured in record.metrics.items():
-        delta = paper = held = None
-        if other is not None and metric in other.metrics:
-            pair = by_text(results.samples(record)), by_text(results.samples(other))
-            delta = stats.paired_difference({record.task: pair}, metric, **bootstrap)
-        if metric == "acc":
-            paper = published.paper_accuracies(row, record.num_fewshot).get(record.task)
-            held = control_of(row, record)
-        elif metric == "token_perplexity" and record.settings.max_length == PAPER_WINDOW:
-            paper = published.paper_perplexities(row).get(record.task)
-        yield _number(record, metric, measured["value"], measured["stderr"], delta, paper, held)
-
-
-def _summary(task: str, records: Sequence[Record]) -> Record:
-    """A record of several tasks together."""
-    counts = sum(record.num_samples for record in records), sum(record.num_documents for record in records)
-    return Record(records[0].model, task, records[0].num_fewshot, {}, *counts)
-
-
-def why_no_average(columns: Sequence[Record]) -> list[str]:
-    """The reasons why a model's records of Table 4 have no average."""
-    missing = set(TABLE4_COLUMNS) - {record.task for record in columns}
-    mixed = [name for name in ("dtype", "oov_policy") if len({getattr(r.settings, name) for r in columns}) > 1]
-    return [f"{task} missing" for task in TABLE4_COLUMNS if task in missing] + [f"other {name}" for name in mixed]
-
-
-def _average(
-    results: Results, records: Sequence[Record], cells: Sequence[Mapping], bootstrap: Mapping[str, int]
-) -> Iterator[dict[str, Any]]:
-    """The unweighted mean of the eleven accuracies; compared if the baseline is comparable on all of them."""
-    columns = [record for record in records if record.task in TABLE4_COLUMNS]
-    if why_no_average(columns):
-        return
-    cells = [cell for cell in cells if cell["metric"] == "acc" and cell["task"] in TABLE4_COLUMNS]
-    row, shots, stderrs = results.rows.get(columns[0].model), columns[0].num_fewshot, [cell["stderr"] for cell in cells]
-    delta = held = None
-    if all(cell["delta"] is not None for cell in cells):
-        others = [results.records[results.baseline or "", record.task, shots] for record in columns]
-        pairs = {r.task: (results.samples(r), results.samples(other)) for r, other in zip(columns, others)}
-        delta = stats.paired_difference(pairs, "acc", **bootstrap)
-    if all(cell["published"] is not None for cell in cells):
-        held = control_of_average(row, shots, [(cell["published"], cell["n"]) for cell in cells])
-    value = sum(cell["value"] for cell in cells) / len(cells)
-    stderr = None if None in stderrs else math.hypot(*stderrs) / len(stderrs)
-    paper = published.paper_accuracies(row, shots).get(AVERAGE)
-    yield _number(_summary(AVERAGE, columns), "acc", value, stderr, delta, paper, held)
-
-
-def _authors_all(results: Results, records: Sequence[Record], bootstrap: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """The means over all answers with 2 to 7 shots, as in Table 5; texts are resampled with all six answers."""
-    records = [record for record in records if record.task in AUTHORS_TASKS]
-    texts = {frozenset(sample["fields"]["document"] for sample in results.samples(record)) for record in records}
-    if len(records) < len(AUTHORS_TASKS) or len(texts) > 1:
-        return
-    others = [other for record in records if (other := results.counterpart(record)[0])]
-    pooled = [by_text(results.samples(*part)) for part in (records, others)]
-    for metric in [name for name in records[0].metrics if all(name in record.metrics for record in records)]:
-        delta = None
-        if len(others) == len(records) and all(metric in other.metrics for other in others):
-            delta = stats.paired_difference({AUTHORS_ALL: (pooled[0], pooled[1])}, metric, **bootstrap)
-        paper = published.paper_authors_texts(results.rows.get(records[0].model)).get(metric)
-        value_and_error = stats.metric_and_stderr(pooled[0], metric)
-        yield _number(_summary(AUTHORS_ALL, records), metric, *value_and_error, delta, paper)
 
 
 def table_kinds(frame: pandas.DataFrame) -> pandas.Series:
@@ -239,12 +241,6 @@ def table_kinds(frame: pandas.DataFrame) -> pandas.Series:
     kinds = dict.fromkeys((*HEAD_TASKS, AUTHORS_ALL), "head") | dict.fromkeys(PERPLEXITY_TASKS, "perplexity")
     is_table4 = (frame.metric == "acc") & frame.task.isin((*TABLE4_COLUMNS, AVERAGE))
     return frame.task.map(kinds).fillna("other").mask(is_table4, "table4")
-
-
-def _corrected(frame: pandas.DataFrame) -> pandas.Series:
-    """P-values corrected for the number of those in a table; its summaries are corrected separately."""
-    families = [table_kinds(frame), frame.shots, frame.task.isin(SUMMARIES)]
-    return frame.p.astype(float).dropna().groupby(families).transform(lambda p: stats.holm(p.tolist()))
 
 
 def break_down(results: Results) -> dict[str, pandas.DataFrame]:

@@ -24,21 +24,11 @@ from .task_data import import_extra
 
 
 CPU_BATCH_SIZE = 16
-# Further arguments of `HFLM` that hold here too, and why others do not.
+# Further arguments of `HFLM` that hold here too.
 _AS_IN_HFLM = (
     *("batch_size", "max_batch_size", "max_length", "add_bos_token", "prefix_token_id"),
     *("chat_template_args", "enable_thinking", "logits_cache", "think_end_token"),
 )
-_LOADS_ITSELF = (
-    "a name is loaded as it is, on one device; give a loaded model, or use lm-eval's own class, by `dcformer lm-eval "
-    "run --model hf`"
-)
-_REASONS = {
-    "backend": "only decoders are scored",
-    "truncation": "contexts are always cut from the left",
-    "softmax_dtype": "the softmax is always in float32",
-    "mixed_precision_dtype": "what is computed has the dtype of the weights; give `dtype`",
-}
 harness: Any = import_extra("lm_eval.models.huggingface")
 harness_utils = import_extra("lm_eval.utils")
 HFLM: Any = harness.HFLM
@@ -57,6 +47,7 @@ class LogLikelihoods(TemplateLM):
     computed_tokens: int
     _rank: int
     _world_size: int
+    batch_size_per_gpu: int | str
     _score: Callable[..., Iterator[list[Score]]]  # scores inputs in any order and batches of any size
 
     def start_counting(self, on_progress: Callable[[int, int], None] | None = None) -> None:
@@ -75,9 +66,13 @@ class LogLikelihoods(TemplateLM):
 
     def counts(self) -> dict[str, Any]:
         """All counts, for the record."""
-        tokens = {"input_tokens": self.input_tokens, "cached_tokens": self.cached_tokens}
-        documents = {"oov": self.oov_documents, "truncated": self.truncated_documents}
-        return {"requests": self.scored_requests, **tokens, **documents}
+        return {
+            "requests": self.scored_requests,
+            "input_tokens": self.input_tokens,
+            "cached_tokens": self.cached_tokens,
+            "oov": self.oov_documents,
+            "truncated": self.truncated_documents,
+        }
 
     def set_max_length(self, max_length: int) -> None:
         """Set the most tokens of an input."""
@@ -175,22 +170,22 @@ class LogLikelihoods(TemplateLM):
                 self.oov_documents.add(document)
             if len(context) + len(continuation) > self.max_length + 1 and document:
                 self.truncated_documents.add(document)
-            problem = problem or self._problem(largest, context, continuation, index)
+            problem = problem or self._problem(largest, context, continuation, self._name(index))
         self._raise_on_all_processes(problem)
         if self.oov_policy != "clamp":
             return requests
         last = self.embedding_rows - 1
         return [(key, *([min(token, last) for token in ids] for ids in pair)) for key, *pair in requests]
 
-    def _problem(self, largest: int, context: list[int], continuation: list[int], index: int) -> str | None:
+    def _problem(self, largest: int, context: list[int], continuation: list[int], where: str) -> str | None:
         if largest >= self.embedding_rows and self.oov_policy != "clamp":
-            return self._without_row(largest, self._name(index))
+            return self._without_row(largest, where)
         if not context or not continuation:
-            return f"There is an empty context or continuation in {self._name(index)}, which cannot be scored."
-        if len(continuation) > self.max_length:
+            return f"There is an empty context or continuation in {where}, which cannot be scored."
+        if (count := len(continuation)) > self.max_length:
+            most = f"{self.max_length} tokens, the model's positions"
             return (
-                f"The continuation in {self._name(index)} must have at most {self.max_length} tokens, the model's "
-                f"positions, got {len(continuation)}; leave the task out with --tasks."
+                f"The continuation in {where} must have at most {most}, got {count}; leave the task out with --tasks."
             )
         return None
 
@@ -264,7 +259,10 @@ class DCFormerLM(LogLikelihoods, HFLM):
         defaults = {name: known.default for name, known in inspect.signature(HFLM.__init__).parameters.items()}
         for name, value in options.items():
             if name not in _AS_IN_HFLM and value not in (None, "causal", defaults.get(name)):
-                raise ValueError(f"DCFormerLM takes no {name}={value!r}: {_REASONS.get(name, _LOADS_ITSELF)}.")
+                raise ValueError(
+                    f"DCFormerLM takes no {name}={value!r}: a decoder is loaded as it is, on one device, and scored "
+                    "with a softmax in float32; give a loaded model, or use lm-eval's own class, by --model hf."
+                )
         if isinstance(pretrained, str):
             pretrained = find_model(
                 pretrained, tokenizer=tokenizer, revision=revision, trust_remote_code=bool(trust_remote_code)
@@ -274,7 +272,7 @@ class DCFormerLM(LogLikelihoods, HFLM):
             device = pretrained.device
         elif "cuda" in str(device) and not torch.cuda.is_available():
             device = None  # as in HFLM, since lm-eval's command names cuda:0 if it is given none
-        device = choose_device(device)
+        device, accelerator = choose_device(device), None
         if count_processes() > 1:
             accelerator = import_extra("accelerate").Accelerator(cpu=device.type == "cpu")
             device = accelerator.device
@@ -289,7 +287,7 @@ class DCFormerLM(LogLikelihoods, HFLM):
             # On a Mac's GPU torch raises no OutOfMemoryError by which batches could be halved.
             is_gpu = self.device.type not in ("cpu", "mps")
             self.batch_size_per_gpu = self.max_batch_size if is_gpu else CPU_BATCH_SIZE
-        if count_processes() > 1:
+        if accelerator is not None:
             self.accelerator = accelerator
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
         self.start_counting(on_progress)

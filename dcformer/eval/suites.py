@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import task_data
-from .task_data import TABLE4_COLUMNS, import_extra, source_of
+from .task_data import TABLE4_COLUMNS, import_extra
 
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ class TaskSummary:
     suite: str  #: that it belongs to, for `--suite`
     asks: str  #: what the model is asked for
     paper_shots: tuple[int, ...]  #: numbers of examples before the question in the paper; empty if it has no result
-    source: str  #: where the data are published, or `"generated"`
 
 
 def list_tasks() -> list[TaskSummary]:
@@ -58,8 +57,7 @@ def list_tasks() -> list[TaskSummary]:
     }
     suite_of = {task: suite for suite, tasks in reversed(SUITES.items()) if suite != "all" for task in tasks}
     return [
-        TaskSummary(task, suite_of.get(task, "-"), asks, shots.get(task, ()), str(source_of(task)))
-        for task, asks in _described().items()
+        TaskSummary(task, suite_of.get(task, "-"), asks, shots.get(task, ())) for task, asks in _described().items()
     ]
 
 

@@ -297,7 +297,7 @@ def _articles(rows: Iterable[dict]) -> list[dict]:
 
 def jsonl_fields(
     files: list[Path], fields: tuple[str, ...], subset: int | None = None, seed: int = DEFAULT_SEED
-) -> Iterator[tuple[str, ...]]:
+) -> Iterator[tuple[Any, ...]]:
     """Fields of `subset` lines sampled with `seed`, in the order of the files; of all lines if `subset` is `None`."""
     # Files may be larger than memory: they are read twice, first to count the lines.
     chosen = set(sampled_indices(sum(1 for _ in _lines(files)), subset, seed))
