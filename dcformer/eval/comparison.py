@@ -256,7 +256,10 @@ def break_down(results: Results) -> dict[str, pandas.DataFrame]:
         if not answers:
             continue
         of_first = [sample for name, sample, _ in answers if name == answers[0][0]]
-        answers += [(REFERENCES[rule], s, p) for s in of_first for rule, p in _chances(s).items()]
+        for sample in of_first:
+            asked = sample["requests"][0]
+            question = {"context": asked["context"], "answer": asked["continuation"], **sample["fields"]}
+            answers += [(REFERENCES[rule], sample, chance) for rule, chance in reference_answers(question).items()]
         frame = pandas.DataFrame([{"all": "", **s["fields"], "by": name, "acc": acc} for name, s, acc in answers])
         kinds = ("all", "shots", "subject", "pattern", "transformation")
         groups = pandas.concat(
@@ -268,9 +271,3 @@ def break_down(results: Results) -> dict[str, pandas.DataFrame]:
         table.insert(1, "answers", [f"{count:.0f}" for count in groups["size"].max(axis=1)])
         tables[f"Head tasks by questions, {title}, accuracy in percent"] = table
     return tables
-
-
-def _chances(sample: Mapping) -> dict[str, float]:
-    """The probability of a right answer by each rule that never reads the question."""
-    request = sample["requests"][0]
-    return reference_answers({"context": request["context"], "answer": request["continuation"], **sample["fields"]})

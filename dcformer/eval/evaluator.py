@@ -128,7 +128,11 @@ def evaluate(
     if others := set(options.data_hash or ()) - set(chosen):
         raise ValueError(f"data_hash must be of tasks that are run, got {', '.join(sorted(others))}.")
     shots = _numbers(options.num_fewshot)
-    device = _join_processes(choose_device(options.device))
+    device = choose_device(options.device)
+    if count_processes() > 1:
+        # One process may need hours more than another. Without `cpu`, accelerate does not connect processes on CPUs.
+        is_cpu, patience = device.type == "cpu", timedelta(weeks=52)
+        device = import_extra("accelerate").PartialState(cpu=is_cpu, timeout=patience).device
     _check(options, device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(quiet_harness())
@@ -152,14 +156,6 @@ def _numbers(num_fewshot: int | str | Iterable[int]) -> tuple[int, ...]:
             raise ValueError(f"num_fewshot must be numbers such as 0,5, got {num_fewshot!r}.")
         num_fewshot = map(int, num_fewshot.split(","))
     return (num_fewshot,) if isinstance(num_fewshot, int) else tuple(dict.fromkeys(num_fewshot))
-
-
-def _join_processes(device: torch.device) -> torch.device:
-    """Connect the processes of `accelerate launch` or `torchrun`, and return the device of this one."""
-    if count_processes() == 1:
-        return device
-    # One process may need hours more than another. Without `cpu`, accelerate does not connect processes on CPUs.
-    return import_extra("accelerate").PartialState(cpu=device.type == "cpu", timeout=timedelta(weeks=52)).device
 
 
 def _check(options: EvaluationOptions, device: torch.device) -> None:

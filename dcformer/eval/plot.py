@@ -7,6 +7,7 @@ paper's rows. The interval of an undecided difference is dotted.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from typing import TYPE_CHECKING
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
     from .evaluation_report import Report
 
-_MARKERS = "osD^vPX"
-_GREYS = ("black", "0.45", "0.7")
+# Marker and fill of models; shapes repeat in another grey.
+_STYLES = [(marker, grey) for grey in ("black", "0.45", "0.7") for marker in "osD^vPX"]
 _INCHES_PER_ROW = 0.16  # of one model
 
 
@@ -70,7 +71,7 @@ def _draw(axis: Axes, report: Report, part: pandas.DataFrame, models: list[str],
     for row in part.itertuples():
         number = models.index(row.model)
         height = tasks.index(row.task) + (number + 0.5) / len(models) * 0.8 - 0.4
-        marker, grey = _style(number)
+        marker, grey = _STYLES[number % len(_STYLES)]
         in_paper = _published_difference(report, row.model, row.shots, row.task)
         if in_paper is not None:
             axis.plot(100 * in_paper, height, marker, color="black", markerfacecolor="none", markersize=9, zorder=4)
@@ -91,18 +92,12 @@ def _published_difference(report: Report, model: str, shots: int, task: str) -> 
     return None if first is None or second is None else first - second
 
 
-def _style(number: int) -> tuple[str, str]:
-    """Marker and fill of the model with this number; shapes repeat in another grey."""
-    return _MARKERS[number % len(_MARKERS)], _GREYS[number // len(_MARKERS) % len(_GREYS)]
-
-
 def _add_legend(figure: Figure, report: Report, models: list[str], panels: int) -> None:
     from matplotlib.lines import Line2D
 
     line, results = functools.partial(Line2D, [], [], color="black"), report.results
     handles = []
-    for number, model in enumerate(models):
-        marker, grey = _style(number)
+    for model, (marker, grey) in zip(models, itertools.cycle(_STYLES)):
         handles.append(line(label=results.names[model], marker=marker, markersize=5, markerfacecolor=grey))
     if results.baseline in results.rows and any(model in results.rows for model in models):
         name = "difference in the paper (hollow)"

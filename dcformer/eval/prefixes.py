@@ -239,7 +239,9 @@ class Scorer:
         logits, output = self._logits(input_ids, positions, arguments)
         indices = indices[: len(queries)].to(logits.device)
         tokens = torch.tensor([query.token for _, query in queries], dtype=torch.long, device=logits.device)
-        normalizer, best = _normalizer_and_best(logits)
+        # In pieces, since float32 logits of all positions would be a large copy.
+        pieces = [(piece.float().logsumexp(-1), piece.argmax(-1)) for piece in logits.split(_POSITIONS_AT_ONCE)]
+        normalizer, best = map(torch.cat, zip(*pieces))
         values = (logits[indices, tokens].float() - normalizer[indices]).double().tolist()
         hits = (best[indices] == tokens).tolist()
         scores = [(query.request, value, hit) for (_, query), value, hit in zip(queries, values, hits)]
@@ -286,13 +288,6 @@ def _summed(values: list[tuple[int, float, bool]]) -> list[Score]:
         Score(request, math.fsum(value for value, _ in tokens), all(hit for _, hit in tokens))
         for request, tokens in of_requests.items()
     ]
-
-
-def _normalizer_and_best(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp in float32 of (positions, vocabulary) logits and the id of the largest, without a copy of all."""
-    pieces = [(piece.float().logsumexp(-1), piece.argmax(-1)) for piece in logits.split(_POSITIONS_AT_ONCE)]
-    normalizer, best = map(torch.cat, zip(*pieces))
-    return normalizer, best
 
 
 def _left_padded(past: DynamicCache, rows: list[_Row], length: int) -> DynamicCache:

@@ -85,20 +85,25 @@ def paired_difference(
         ValueError: if the two have different documents.
     """
     # The task's name seeds its generator, so that its interval does not depend on the other tasks.
-    point, resampled, of_tasks = 0.0, np.zeros(resamples), []
+    values, of_tasks = np.zeros(1 + resamples), []  # of all documents, and of every resample
     for task, (samples, baseline) in tasks.items():
         of_tasks.append(pairs := _paired_sums(samples, baseline, metric, task))
         generator = np.random.default_rng([seed, *task.encode()])
-        point += float(_difference(pairs.sum(axis=0))) / len(tasks)
-        resampled += _difference(_resampled_sums(pairs, resamples, generator)) / len(tasks)
+        sums = np.vstack([pairs.sum(axis=0), _resampled_sums(pairs, resamples, generator)])
+        values += (sums[:, 0] / sums[:, 1] - sums[:, 2] / sums[:, 3]) / len(tasks)
     wins, losses = _right_only_once(np.concatenate(of_tasks))
+    value, resampled = float(values[0]), values[1:]
     documents, is_single = sum(map(len, of_tasks)), min(map(len, of_tasks)) == 1
     low, high = (math.nan, math.nan) if is_single else np.percentile(resampled, [2.5, 97.5])
     if wins is not None and losses is not None and len(tasks) == 1:
         p_value = sign_test(wins, losses)
+    elif is_single:
+        p_value = math.nan
     else:
-        p_value = math.nan if is_single else max(_p_value_of_resamples(resampled), 2.0 ** (1 - documents))
-    return Difference(point, float(low), float(high), p_value, wins, losses, documents)
+        # Twice the share of resamples beyond zero; one is added so that no p-value is 0.
+        beyond = min((resampled <= _NOTHING).sum(), (resampled >= -_NOTHING).sum())
+        p_value = min(1.0, max(2 * (beyond + 1) / (resamples + 1), 2.0 ** (1 - documents)))
+    return Difference(value, float(low), float(high), float(p_value), wins, losses, documents)
 
 
 def sign_test(wins: int, losses: int) -> float:
@@ -162,10 +167,6 @@ def _paired_sums(samples: Sequence[Mapping], baseline: Sequence[Mapping], metric
     return np.array([(*first[key], *second[key]) for key in first], dtype=np.float64)
 
 
-def _difference(sums: np.ndarray) -> np.ndarray:
-    return sums[..., 0] / sums[..., 1] - sums[..., 2] / sums[..., 3]
-
-
 def _right_only_once(pairs: np.ndarray) -> tuple[int, int] | tuple[None, None]:
     """Numbers of documents that only the first, and only the second, has right; `None` for other metrics."""
     measured, per = pairs[:, ::2], pairs[:, 1::2]
@@ -173,12 +174,6 @@ def _right_only_once(pairs: np.ndarray) -> tuple[int, int] | tuple[None, None]:
         return None, None
     first, second = measured.T
     return int((first > second).sum()), int((second > first).sum())
-
-
-def _p_value_of_resamples(resampled: np.ndarray) -> float:
-    """Two-sided: twice the share of resamples beyond zero; one is added so that no p-value is 0."""
-    beyond = min((resampled <= _NOTHING).sum(), (resampled >= -_NOTHING).sum())
-    return float(min(1.0, 2 * (beyond + 1) / (len(resampled) + 1)))
 
 
 def _resampled_sums(rows: np.ndarray, resamples: int, generator: np.random.Generator) -> np.ndarray:

@@ -187,8 +187,7 @@ def load_documents(
     if column not in SOURCES:
         raise ValueError(f"sources.json must say where the documents of {column!r} are published; add them there.")
     source = SOURCES[column]
-    splits = _published_splits(source) if data_dir is None else _local_splits(Path(data_dir, column))
-    scored, extra = source.split, {}
+    splits, scored, extra = _splits(column, data_dir), source.split, {}
     if scored not in splits and column == "sciq" and "validation" in splits:
         logger.warning("sciq: there is no test split in %s; its validation split is scored instead.", data_dir)
         scored, extra = "validation", {"stands_in_for": "test"}
@@ -197,7 +196,10 @@ def load_documents(
         raise FileNotFoundError(f"There is no {scored} split of {source}{files}.")
     examples = next((split for split in ("train", "validation") if split in splits), scored)
     documents = {split: _documents(column, splits[split]) for split in {scored, examples}}
-    origin = checked_origin(column, _hashed_values(column, documents[scored]), data_dir, data_hash)
+    # An answer is a number in one copy and a string in another.
+    is_answer = {name: name in (source.answer, "label") for name in source.fields}
+    columns = ([str(v).strip() if is_answer[name] else v for v in documents[scored][name]] for name in source.fields)
+    origin = checked_origin(column, zip(*columns), data_dir, data_hash)
     if process is not None:  # lm-eval's `process_docs` would run at every access
         documents = {split: process(rows) for split, rows in documents.items()}
     return {
@@ -207,25 +209,18 @@ def load_documents(
     }
 
 
-def _local_splits(folder: Path) -> dict[str, Any]:
-    # The last of a split wins: .parquet before .jsonl.
-    files = sorted(data_files(folder), key=lambda file: _SUFFIXES.index(file.suffix.lower()), reverse=True)
-    return {file.stem.lower(): file for file in files if file.stem.lower() in ("train", "validation", "test")}
-
-
-def _published_splits(source: Source) -> dict[str, Any]:
-    datasets = import_extra("datasets")
+def _splits(column: str, data_dir: str | os.PathLike | None) -> dict[str, Any]:
+    """The rows of a split on the Hub, or its file."""
+    if data_dir is not None:
+        # The last of a split wins: .parquet before .jsonl.
+        files = data_files(Path(data_dir, column))
+        files.sort(key=lambda file: _SUFFIXES.index(file.suffix.lower()), reverse=True)
+        return {file.stem.lower(): file for file in files if file.stem.lower() in ("train", "validation", "test")}
+    datasets, source = import_extra("datasets"), SOURCES[column]
     if source.address is None:
         return dict(load_from_hub(datasets.load_dataset, source.path, source.name, revision=source.revision))
-    files = {"train": f"{source.address}/Train.txt", "test": f"{source.address}/Test.txt"}  # LogiQA
-    return {split: Path(file) for split, file in datasets.DownloadManager().download(files).items()}
-
-
-def _hashed_values(column: str, documents: Dataset) -> Iterator[tuple[Any, ...]]:
-    """The fields that the prompt reads; an answer is a number in one copy and a string in another."""
-    source = SOURCES[column]
-    columns = ((name in (source.answer, "label"), documents[name]) for name in source.fields)
-    return zip(*([str(value).strip() for value in values] if is_answer else values for is_answer, values in columns))
+    addresses = {"train": f"{source.address}/Train.txt", "test": f"{source.address}/Test.txt"}  # LogiQA
+    return {split: Path(file) for split, file in datasets.DownloadManager().download(addresses).items()}
 
 
 def _documents(column: str, split: Any) -> Dataset:
