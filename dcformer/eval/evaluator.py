@@ -281,7 +281,18 @@ def _run_jobs(
     on_progress: Callable[[str, int, int], None] | None,
 ) -> None:
     """Load the model of the jobs, and write their records."""
-    scorer = _build_scorer(jobs, device)
+    model, settings = jobs[0].model, jobs[0].settings
+    options: dict[str, Any] = {name: getattr(settings, name) for name in ("dtype", "batch_size", "oov_policy")}
+    options["max_length"] = max(job.settings.max_length for job in jobs)
+    scorer: LogLikelihoods
+    if settings.engine == "vllm":
+        from .vllm_model import VLLMLM
+
+        scorer = VLLMLM(model, **options)
+    else:
+        from .lm_eval_model import DCFormerLM
+
+        scorer = DCFormerLM(model, device=device, shared_prefixes=settings.shared_prefixes, **options)
     with contextlib.closing(scorer):
         for job in jobs:
             report = on_progress if on_progress and is_first_process() else (lambda *_: None)
@@ -292,20 +303,6 @@ def _run_jobs(
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _build_scorer(jobs: list[_Job], device: torch.device) -> LogLikelihoods:
-    """The scorer of the jobs' model; its inputs have at most the length of the longest job."""
-    model, settings = jobs[0].model, jobs[0].settings
-    options: dict[str, Any] = {name: getattr(settings, name) for name in ("dtype", "batch_size", "oov_policy")}
-    options["max_length"] = max(job.settings.max_length for job in jobs)
-    if settings.engine == "vllm":
-        from .vllm_model import VLLMLM
-
-        return VLLMLM(model, **options)
-    from .lm_eval_model import DCFormerLM
-
-    return DCFormerLM(model, device=device, shared_prefixes=settings.shared_prefixes, **options)
 
 
 def _score(

@@ -1,14 +1,11 @@
 """
 Perplexity of running text (Pile, WikiText-2) and of target spans (Flan): data, token counts and scores for lm-eval.
 
-Table 4 of the paper has two columns of perplexity, taken here as per token of the GPT-NeoX tokenizer. The authors'
-training code evaluates on rows of 2,049 tokens cut from a packed validation set: a row's first 2,048 tokens are the
-input and its last 2,048 the targets, and the end-of-text tokens between documents are targets as well. Here documents
-are packed in the same way and lm-eval scores them in windows of 2,048 targets, each of which begins with the last token
-of the window before, so that every token counts exactly once.
+The authors' training code evaluates on rows of 2,049 tokens cut from a packed validation set, with the end-of-text
+tokens between documents as targets. Here documents are packed in the same way and lm-eval scores them in windows of
+2,048 targets, each of which begins with the last token of the window before, so that every token counts exactly once.
 
-Which documents the paper used beyond "the validation set" is not published for the Pile, and its 320,000 examples of
-Flan are not published at all: `dcformer_flan_ppl` compares models with each other, not with the paper's column.
+The paper's documents of the Pile and examples of Flan are not published.
 """
 
 from __future__ import annotations
@@ -104,11 +101,8 @@ def load_flan(
         chosen = rows.select(task_data.sampled_indices(len(rows), subset, seed))
         pairs = [(row["prompt"], row["completion"]) for row in chosen]
     else:
-        pairs = list(
-            task_data.jsonl_fields(
-                task_data.data_files(Path(data_dir, "flan"), *_JSONL), ("inputs", "targets"), subset, seed
-            )
-        )
+        files = task_data.data_files(Path(data_dir, "flan"), *_JSONL)
+        pairs = list(task_data.jsonl_fields(files, ("inputs", "targets"), subset, seed))
     origin = task_data.checked_origin("flan", pairs, data_dir, data_hash)
     examples = []
     for given, target in pairs:

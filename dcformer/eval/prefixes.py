@@ -96,8 +96,11 @@ def can_share_prefixes(config: Any) -> bool:
 
 def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
     """Length of the common prefix."""
-    differ = (index for index, (token, another) in enumerate(zip(one, other)) if token != another)
-    return next(differ, min(len(one), len(other)))
+    least, most = 0, min(len(one), len(other))
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if one[least:middle] == other[least:middle] else (least, middle - 1)
+    return least
 
 
 def without_prefixes(inputs: Sequence[ScoredInput]) -> list[ScoredInput]:

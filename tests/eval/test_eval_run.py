@@ -244,7 +244,7 @@ WRONG = {
 
 @pytest.mark.parametrize("words", WRONG)
 def test_what_would_be_silently_wrong_is_refused_before_anything_is_computed(words, start, monkeypatch):
-    monkeypatch.setattr(evaluator, "_build_scorer", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(evaluator, "_run_jobs", lambda *_: pytest.fail("a model was loaded"))
     with pytest.raises(ValueError, match=words):
         start(**WRONG[words])
 
