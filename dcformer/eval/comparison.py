@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from ..head_tasks import REFERENCES, reference_answers
 from . import published, stats
 from .control import Control, control_of, control_of_average
-from .head_task_answers import by_text
 from .perplexity import PAPER_WINDOW
 from .published import AVERAGE
 from .records import Record, model_folder, read_records, read_samples
@@ -169,7 +168,7 @@ def _authors_all(results: Results, records: Sequence[Record], bootstrap: Mapping
     if len(records) < len(AUTHORS_TASKS) or len(texts) > 1:
         return
     for metric in [name for name in records[0].metrics if all(name in record.metrics for record in records)]:
-        measured = stats.metric_and_stderr(by_text(results.samples(*records)), metric)
+        measured = stats.metric_and_stderr(results.samples(*records), metric)
         delta = _difference(results, {AUTHORS_ALL: records}, metric, bootstrap)
         yield _number(results, _summary(AUTHORS_ALL, records), metric, measured, delta)
 
@@ -189,7 +188,7 @@ def _difference(
         others = [other for record in records if (other := results.counterpart(record)[0]) and metric in other.metrics]
         if len(others) < len(records):
             return None
-        pairs[name] = by_text(results.samples(*records)), by_text(results.samples(*others))
+        pairs[name] = results.samples(*records), results.samples(*others)
     return stats.paired_difference(pairs, metric, **bootstrap)
 
 

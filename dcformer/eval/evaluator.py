@@ -30,7 +30,7 @@ from ..common.processes import count_processes, in_first_process, is_first_proce
 from ..common.quiet import quiet_libraries
 from ..loading import FoundModel, choose_device, find_model, fingerprint_tokenizer
 from . import records
-from .head_task_answers import FIELDS, by_text
+from .head_task_answers import FIELDS
 from .perplexity import PAPER_WINDOW
 from .records import Record, Settings
 from .stats import metric_and_stderr
@@ -335,7 +335,7 @@ def _score(
     samples = sorted(map(_as_sample, results["samples"][name]), key=lambda sample: sample["doc_id"])
     metrics = {}
     for metric in samples[0]["metrics"]:
-        _, stderr = metric_and_stderr(by_text(samples), metric)
+        _, stderr = metric_and_stderr(samples, metric)
         value = float(results["results"][name][f"{metric},none"])
         metrics[metric] = {"value": value, "stderr": stderr if np.isfinite(stderr) else None}
     first = task.eval_docs[0]

@@ -25,7 +25,6 @@ from typing import Any
 
 from ..head_tasks import TASK_KINDS, held_out_questions
 from .perplexity import continuation_ids, task_tokenizer
-from .stats import as_pair
 from .task_data import SOURCES, checked_origin, data_files, documents_hash, import_extra, jsonl_fields, spread_indices
 
 
@@ -121,25 +120,3 @@ def bracketed_answers(text: str) -> dict[int, tuple[str, str]]:
         answers[context.count("\n") - 1] = (context, answer)
         context, end = context + answer, match.end()
     return answers
-
-
-def by_text(samples: Sequence[Mapping]) -> Sequence[Mapping]:
-    """Samples of head tasks summed by text, since texts are resampled whole; samples of other tasks unchanged."""
-    if not samples or "fields" not in samples[0]:
-        return samples
-    texts: dict[int, list[Mapping]] = {}
-    for sample in samples:
-        texts.setdefault(sample["fields"]["document"], []).append(sample)
-    return [
-        {
-            "doc_id": document,
-            "doc_hash": " ".join(sample["doc_hash"] for sample in answers),
-            "metrics": {
-                metric: tuple(map(sum, zip(*(as_pair(sample["metrics"][metric]) for sample in answers))))
-                # Whether first tokens are scored is decided for every number of shots.
-                for metric in answers[0]["metrics"]
-                if all(metric in sample["metrics"] for sample in answers)
-            },
-        }
-        for document, answers in texts.items()
-    ]

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -46,11 +47,6 @@ class Difference:
 def is_perplexity(metric: str) -> bool:
     """True if a metric is an exponential of a mean, so that its logarithm is compared."""
     return metric.endswith("perplexity")
-
-
-def as_pair(value: float | Sequence[float]) -> tuple[float, float]:
-    """A sample's metric as `(measured, per)`: a plain number is per document."""
-    return tuple(value) if isinstance(value, list | tuple) else (value, 1)
 
 
 def accuracy_stderr(accuracy: float, count: int) -> float:
@@ -149,11 +145,16 @@ def _by_document(samples: Sequence[Mapping]) -> dict[tuple[str, int], Mapping]:
     return by_document
 
 
-def _sums_by_document(samples: Sequence[Mapping], metric: str) -> dict[tuple[str, int], tuple[float, float]]:
-    """(hash, occurrence) -> `(measured, per)`."""
+def _sums_by_document(samples: Sequence[Mapping], metric: str) -> dict[Any, tuple[float, float]]:
+    """Document -> `(measured, per)`; a plain number is per document, and all questions of a text are one document."""
     scale = -1.0 if is_perplexity(metric) else -1 / math.log(2) if metric == "bits_per_byte" else 1.0
-    pairs = ((key, as_pair(sample["metrics"][metric])) for key, sample in _by_document(samples).items())
-    return {key: (scale * measured, per) for key, (measured, per) in pairs}
+    sums: dict[Any, tuple[float, float]] = {}
+    for key, sample in _by_document(samples).items():
+        value, document = sample["metrics"][metric], sample["fields"]["document"] if "fields" in sample else key
+        measured, per = value if isinstance(value, list | tuple) else (value, 1)
+        before = sums.get(document, (0.0, 0))
+        sums[document] = (before[0] + scale * measured, before[1] + per)
+    return sums
 
 
 def _paired_sums(samples: Sequence[Mapping], baseline: Sequence[Mapping], metric: str, task: str) -> np.ndarray:

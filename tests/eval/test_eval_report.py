@@ -26,7 +26,6 @@ from dcformer.eval import (
 )
 from dcformer.eval.comparison import short_names
 from dcformer.eval.control import control_of
-from dcformer.eval.head_task_answers import by_text
 from dcformer.eval.stats import Difference, accuracy_stderr, metric_and_stderr
 
 
@@ -396,8 +395,9 @@ def test_the_plot_is_written_and_always_the_same(compared, report, tmp_path):
         plot_deltas(build_report(compared[0]), tmp_path / "none.png")
 
 
-def test_texts_are_pooled_where_first_tokens_are_known_for_some_shots_only():
-    fields = {"fields": {"document": 0}, "doc_hash": "x"}
-    samples = [{**fields, "metrics": each} for each in ({"acc": 1.0}, {"acc": 0.0, "acc_first_token": 1.0})]
-    for ordered in (samples, samples[::-1]):
-        assert [text["metrics"] for text in by_text(ordered)] == [{"acc": (1.0, 2)}]
+def test_the_questions_of_a_text_are_one_document():
+    samples = [
+        {"doc_id": n, "doc_hash": "x", "metrics": {"acc": float(n == 0)}, "fields": {"document": n // 2}}
+        for n in range(6)
+    ]
+    assert metric_and_stderr(samples, "acc") == pytest.approx((1 / 6, math.sqrt(np.var([1, 0, 0], ddof=1) / 3) / 2))
