@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 from typing import TYPE_CHECKING
 
 from ..common.plotting import check_plot_path, draw_rows, picture
-from .comparison import AUTHORS_ALL, SUMMARIES
+from .comparison import SUMMARIES
 from .evaluation_report import HEAD_TASK_HEADINGS
-from .published import AVERAGE, paper_accuracies, paper_authors_texts
+from .published import AVERAGE
 from .suites import TABLE4_COLUMNS
 
 
@@ -45,7 +46,9 @@ def plot_deltas(report: Report, path: str | os.PathLike) -> None:
         ImportError: without matplotlib.
     """
     path = check_plot_path(path)
-    frame = report.frame[(report.frame.metric == "acc") & report.frame.delta.notna()]
+    accuracies = report.frame[report.frame.metric == "acc"].astype({"paper": float})
+    of_baseline = accuracies[accuracies.model == report.results.baseline].set_index(["task", "shots"]).paper
+    frame = accuracies[accuracies.delta.notna()].join(of_baseline, ["task", "shots"], rsuffix="_of_baseline")
     panels = []
     for title, order in (("{}-shot", (*TABLE4_COLUMNS, AVERAGE)), ("head tasks", tuple(HEAD_TASK_HEADINGS))):
         for shots, part in frame[frame.task.isin(order)].groupby("shots"):
@@ -59,12 +62,12 @@ def plot_deltas(report: Report, path: str | os.PathLike) -> None:
     figsize = (2.2 + 4.2 * len(panels), 2.2 + 0.2 * len(models) + height)
     with picture(path, figsize, "eval") as figure:
         for axis, (title, part, tasks) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
-            _draw(axis, report, part, models, tasks)
+            _draw(axis, part, models, tasks)
             axis.set_title(title)
         _add_legend(figure, report, models, len(panels))
 
 
-def _draw(axis: Axes, report: Report, part: pandas.DataFrame, models: list[str], tasks: list[str]) -> None:
+def _draw(axis: Axes, part: pandas.DataFrame, models: list[str], tasks: list[str]) -> None:
     partial = set(part.task[part.partial != ""])
     names = {task: HEAD_TASK_HEADINGS.get(task, task) for task in tasks}
     draw_rows(axis, [names[task] + ("\nPARTIAL" if task in partial else "") for task in tasks])
@@ -72,8 +75,8 @@ def _draw(axis: Axes, report: Report, part: pandas.DataFrame, models: list[str],
         number = models.index(row.model)
         height = tasks.index(row.task) + (number + 0.5) / len(models) * 0.8 - 0.4
         marker, grey = _STYLES[number % len(_STYLES)]
-        in_paper = _published_difference(report, row.model, row.shots, row.task)
-        if in_paper is not None:
+        in_paper = row.paper - row.paper_of_baseline
+        if not math.isnan(in_paper):
             axis.plot(100 * in_paper, height, marker, color="black", markerfacecolor="none", markersize=9, zorder=4)
         line = ":" if row.undecided else "-"
         axis.plot((100 * row.low, 100 * row.high), (height, height), line, color="black", linewidth=1.2, zorder=2)
@@ -82,14 +85,6 @@ def _draw(axis: Axes, report: Report, part: pandas.DataFrame, models: list[str],
     axis.set_xlabel("percentage points")
     if tasks[-1] in SUMMARIES:
         axis.axhline(len(tasks) - 1.5, color="black", linewidth=0.8)
-
-
-def _published_difference(report: Report, model: str, shots: int, task: str) -> float | None:
-    """The difference of the paper's rows of model and baseline; `None` unless the paper has both."""
-    rows = report.results.rows.get(model), report.results.rows.get(report.results.baseline or "")
-    numbers = ({AUTHORS_ALL: paper_authors_texts(row).get("acc"), **paper_accuracies(row, shots)} for row in rows)
-    first, second = (row_numbers.get(task) for row_numbers in numbers)
-    return None if first is None or second is None else first - second
 
 
 def _add_legend(figure: Figure, report: Report, models: list[str], panels: int) -> None:
