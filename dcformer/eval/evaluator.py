@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """What [`evaluate`] runs, and how."""
+    """Tasks that [`evaluate`] runs, and how it runs them."""
 
     suite: str | Sequence[str] = "table4"  #: see [`dcformer.eval.find_tasks`]
     tasks: str | Iterable[str] | None = None  #: run instead of `suite`

@@ -136,13 +136,14 @@ class LogLikelihoods(TemplateLM):
             inputs.setdefault(ids, ScoredInput(ids)).targets.append(target)
         self.scored_requests += len(requests)
         self.input_tokens += sum(map(len, inputs))
+        ordered = sorted(inputs.values(), key=lambda scored: (-len(scored.ids), scored.ids))
         answers: list = [None] * len(requests)
         problem, n_done = None, 0
         on_progress = self.on_progress or (lambda done, total: None)
         on_progress(0, len(requests))
         is_hidden = disable_tqdm or self.rank != 0 or self.on_progress is not None
         with tqdm(total=len(requests), desc="Scoring", unit=" requests", disable=is_hidden) as bar:
-            for done in self._score(list(inputs.values()), requests, override_bs):
+            for done in self._score(ordered, requests, override_bs):
                 for index, *answer in done:
                     answers[index] = tuple(answer)
                     if math.isnan(answer[0]):

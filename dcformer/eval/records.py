@@ -78,7 +78,7 @@ class Record:
 
     @property
     def documents(self) -> dict[str, Any]:
-        """Where the documents are from, and whether they are known to be the published ones."""
+        """The source of the documents, and whether they are known to be the published ones."""
         return self.observed.get("documents", {})
 
 
