@@ -21,12 +21,12 @@ from ..eval import (
     TABLE4_COLUMNS,
     Record,
     differences_from_published,
+    in_paper_order,
     model_fingerprint,
     published,
     read_records,
     source_of,
 )
-from ..eval.suites import in_paper_order
 from ..model_card import CARD_FILE, PAPER_URL, table, without_signature, write_card
 
 

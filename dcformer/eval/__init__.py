@@ -10,7 +10,7 @@ _PUBLIC = {
     "head_task_answers": "authors_texts",
     "lm_eval_model": "DCFormerLM",
     "plot": "plot_deltas",
-    "records": "Record Settings model_fingerprint model_folder read_records read_samples write_record",
+    "records": "Record Settings in_paper_order model_fingerprint model_folder read_records read_samples write_record",
     "evaluation_report": "Report build_report",
     "legend": "differences_from_published",
     "evaluator": "EvaluationOptions evaluate quiet_harness",

@@ -17,8 +17,8 @@ from . import published, stats
 from .control import Control, control_of, control_of_average
 from .perplexity import PAPER_WINDOW
 from .published import AVERAGE
-from .records import Record, model_folder, read_records, read_samples
-from .suites import AUTHORS_TASKS, HEAD_TASKS, PERPLEXITY_TASKS, TABLE4_COLUMNS, in_paper_order
+from .records import Record, in_paper_order, model_folder, read_records, read_samples
+from .suites import AUTHORS_TASKS, HEAD_TASKS, PERPLEXITY_TASKS, TABLE4_COLUMNS
 from .task_data import import_extra
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from importlib.metadata import version
@@ -22,7 +22,7 @@ import dcformer
 
 from ..common.files import find_damage, json_digest, make_manifest, write_atomically
 from ..common.hub import find_commit
-from .suites import PREFIX
+from .suites import HEAD_TASKS, PREFIX, TABLE4_COLUMNS
 from .task_data import files_fingerprint
 
 
@@ -193,6 +193,12 @@ def read_samples(output: str | os.PathLike, record: Record) -> list[dict]:
     path = record_path(output, record.model, record.task, record.num_fewshot)
     check_samples(path, record)
     return [json.loads(line) for line in samples_path(path).read_text(encoding="utf-8").split("\n") if line]
+
+
+def in_paper_order(records: Iterable[Record]) -> list[Record]:
+    """Records by number of shots, and then by task as in the paper's tables."""
+    order = {task: index for index, task in enumerate((*TABLE4_COLUMNS, *HEAD_TASKS))}
+    return sorted(records, key=lambda r: (r.num_fewshot, order.get(r.task, len(order)), r.task))
 
 
 def model_fingerprint(path: str | os.PathLike, revision: str = "main") -> str:

@@ -4,20 +4,15 @@ In lm-eval the names have a prefix, so that they differ from lm-eval's tasks; he
 none.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import task_data
 from .task_data import TABLE4_COLUMNS, import_extra
 
-
-if TYPE_CHECKING:
-    from .records import Record
 
 PREFIX = "dcformer_"
 # The authors' texts of head tasks, with 2 to 7 examples before the answer.
@@ -96,12 +91,6 @@ def find_tasks(suite: str | Sequence[str] = "table4", tasks: str | Iterable[str]
 def _split(names: str | Iterable[str]) -> list[str]:
     parts = names.split(",") if isinstance(names, str) else names
     return [part.strip() for part in parts if part.strip()]
-
-
-def in_paper_order(records: Iterable[Record]) -> list[Record]:
-    """Records by number of shots, and then by task as in the paper's tables."""
-    order = {task: index for index, task in enumerate((*TABLE4_COLUMNS, *HEAD_TASKS))}
-    return sorted(records, key=lambda r: (r.num_fewshot, order.get(r.task, len(order)), r.task))
 
 
 def tasks_folder() -> Path:
