@@ -174,12 +174,10 @@ def test_other_prompts_have_the_words_of_lm_eval(tasks):
         assert race_prompts.race_context_lm_eval_0_4_13(document) == preprocess_race.doc_to_text(theirs)
         assert race_prompts.race_choices(document) == preprocess_race.doc_to_choice(theirs)
         assert race_prompts.race_answer(document) == preprocess_race.doc_to_target(theirs)
-    for support in ("", " \n"):
-        row = dict.fromkeys(("distractor1", "distractor2", "distractor3", "correct_answer"), "ice")
-        rows = datasets.Dataset.from_list([{**row, "support": support, "question": "What melts?"}])
-        for name, start in (("sciq", ""), ("sciq_lm_eval_0_4_13", "\n")):
-            asked = task_of(name, {"scored": rows, "examples": rows}).doc_to_text(rows[0])
-            assert asked == f"{start}Question: What melts?\nAnswer:"
+    for name, start in (("sciq", ""), ("sciq_lm_eval_0_4_13", "\n")):
+        task, asked = task_of(name, tasks["sciq"].dataset), f"{start}Question: What melts?\nAnswer:"
+        assert all(task.doc_to_text({"support": text, "question": "What melts?"}) == asked for text in ("", " \n"))
+        assert task.doc_to_text({"support": " Ice. ", "question": "What?"}) == "Ice. \nQuestion: What?\nAnswer:"
     documents = datasets.Dataset.from_list([{"text": f"The cat number {i} has a hat"} for i in range(6)])
     names = ("lambada_openai", "lambada_openai_lm_eval_0_4_13")
     both = [task_of(name, {"scored": documents, "examples": documents}) for name in names]
