@@ -109,7 +109,7 @@ def test_standard_errors_are_those_of_lm_eval_and_of_linearised_ratios():
 def test_interval_and_p_value_of_a_ratio_are_those_of_its_linearisation(metric):
     generator = np.random.default_rng(4)
     counts = generator.integers(50, 150, 600)
-    first, second = (-counts * generator.normal(rate, 0.2, 600) for rate in (2.0, 2.02))
+    first, second = (-counts * generator.normal(rate, 0.2, 600) for rate in (2.0, 2.01))
     samples, others = (as_samples([*zip(values, counts)], metric) for values in (first, second))
     measured = paired_difference({"x": (samples, others)}, metric)
     per_token = -(first - second) / (math.log(2) if metric == "bits_per_byte" else 1)
@@ -271,6 +271,9 @@ def test_differences_averages_and_the_papers_numbers_are_in_the_frame(report):
     assert row.value == pytest.approx(accuracies["piqa"], abs=0.0026) and row.paper == accuracies["piqa"]
     assert row.verdict == "within 2 stderr" and math.isnan(row.published)
     assert average.value == pytest.approx(np.mean([row_of(report, DCPYTHIA, task).value for task in TABLE4_COLUMNS]))
+    assert average.stderr == pytest.approx(
+        math.hypot(*(row_of(report, DCPYTHIA, t).stderr for t in TABLE4_COLUMNS)) / 11
+    )
     deltas = [row_of(report, DCPYTHIA, task).delta for task in TABLE4_COLUMNS]
     assert average.delta == pytest.approx(np.mean(deltas)) and average.low < average.delta < average.high
     assert row_of(report, PYTHIA, "piqa").published == pytest.approx(0.7388465723612623)
@@ -351,6 +354,14 @@ def test_notes_say_what_cannot_be_compared_and_how_ids_and_lengths_were_handled(
         assert math.isnan(row_of(report, DCPYTHIA, "piqa").delta)
         for sentence in (reason, clamped, "beyond the embedding: 19 of piqa", "cut from the left: 7 of piqa"):
             assert sentence in "\n".join(report.notes)
+
+
+def test_an_average_is_compared_only_if_all_columns_are(tmp_path):
+    for model in (PYTHIA, DCPYTHIA):
+        write_table4(tmp_path, model, published_of("Pythia-2.8B"))
+    write_accuracy(tmp_path, DCPYTHIA, "piqa", 0.8, name="other")
+    average = row_of(build_report(tmp_path, baseline=PYTHIA, resamples=RESAMPLES), DCPYTHIA, "average")
+    assert average.value > 0.5 and math.isnan(average.delta)
 
 
 def test_a_single_document_has_no_interval_and_the_report_says_so(tmp_path):
