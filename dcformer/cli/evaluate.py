@@ -154,7 +154,11 @@ def lm_eval_command(context: typer.Context, debug: Debug = False) -> None:
     """Run lm-eval's own command line, which then knows the models of this package: --model hf, or dcformer."""
     with running_command(debug, is_first=is_first_process()), leaving_process_group():
         from ..eval import DCFormerLM  # noqa: F401  (registers it, or names the extra)
+        from ..pretrained import pretrained_names
 
+        for name in pretrained_names():
+            if "hf" in context.args and any(f"pretrained={name}" in argument.split(",") for argument in context.args):
+                raise ValueError(f"pretrained={name} is a bundled model, which --model dcformer knows and hf does not.")
         sys.argv = ["lm-eval", *context.args]
         from lm_eval.__main__ import cli_evaluate
 

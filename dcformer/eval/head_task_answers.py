@@ -25,7 +25,16 @@ from typing import Any
 
 from ..head_tasks import TASK_KINDS, held_out_questions
 from .perplexity import continuation_ids, task_tokenizer
-from .task_data import SOURCES, checked_origin, data_files, documents_hash, import_extra, jsonl_fields, spread_indices
+from .task_data import (
+    SOURCES,
+    checked_origin,
+    data_files,
+    documents_hash,
+    fetch,
+    import_extra,
+    jsonl_fields,
+    spread_indices,
+)
 
 
 HELD_OUT_DOCUMENTS = 1000
@@ -105,11 +114,8 @@ def score_answer(doc: dict, results: list[tuple[float, bool]]) -> dict[str, Any]
 
 def authors_texts(data_dir: str | None) -> Iterable[tuple[str, ...]]:
     """Name of the task and text of the authors' file, in its order."""
-    if data_dir is not None:
-        files = data_files(Path(data_dir, "synthetic"), "synthetic_dataset.jsonl")
-        return jsonl_fields(files, ("task_id", "texts"))
-    rows = import_extra("datasets").load_dataset("json", data_files=SOURCES["synthetic"].address, split="train")
-    return ((row["task_id"], row["texts"]) for row in rows)
+    given = data_dir and data_files(Path(data_dir, "synthetic"), "synthetic_dataset.jsonl")
+    return jsonl_fields(given or [fetch(str(SOURCES["synthetic"].address))], ("task_id", "texts"))
 
 
 def bracketed_answers(text: str) -> dict[int, tuple[str, str]]:

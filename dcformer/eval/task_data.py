@@ -220,7 +220,18 @@ def _splits(column: str, data_dir: str | os.PathLike | None) -> dict[str, Any]:
     if source.address is None:
         return dict(load_from_hub(datasets.load_dataset, source.path, source.name, revision=source.revision))
     addresses = {"train": f"{source.address}/Train.txt", "test": f"{source.address}/Test.txt"}  # LogiQA
-    return {split: Path(file) for split, file in datasets.DownloadManager().download(addresses).items()}
+    return {split: fetch(address) for split, address in addresses.items()}
+
+
+def fetch(address: str) -> Path:
+    """A file from an address, or from the cache of datasets; FileNotFoundError if it can be had from neither."""
+    try:
+        return Path(import_extra("datasets").DownloadManager().download(address))
+    except (ConnectionError, FileNotFoundError) as error:
+        raise FileNotFoundError(
+            f"{address} cannot be fetched ({error}); give --data-dir with the data, or leave its task out, which is "
+            "--no-authors for the authors' texts of head tasks."
+        ) from error
 
 
 def _documents(column: str, split: Any) -> Dataset:
