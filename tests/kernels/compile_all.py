@@ -34,7 +34,7 @@ from dcformer.kernels.triton.attention_forward import composed_forward
 
 OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion", "maxnreg"}
 LENGTH, FACTORS = 512, 5
-COMPOSING = "weights_fwd_kernel", "compose_bwd_kernel"
+COMPOSING = "weights_fwd_kernel", "deltas_bwd_kernel", "compose_fwd_kernel", "compose_bwd_kernel"
 # Of each capability: whether matrix products of four warps take registers, and the heads and channels of a shape.
 SHAPES = {80: (False, 16, 80), 90: (True, 32, 128), 100: (False, 32, 128)}
 

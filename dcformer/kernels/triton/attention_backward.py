@@ -4,9 +4,9 @@ Gradients of composed attention on GPUs, over a bounded workspace and without at
 Only the inputs and the logarithms of the softmax's sums are kept from the forward pass. A chunk of queries at a time:
 
 1. `scores_fwd_kernel`: scores, and gradients of composed weights, by matrix products;
-2. `weights_fwd_kernel`: weights, composed weights, and by part of the keys the softmax's delta, the sum over the keys
+2. `weights_bwd_kernel`: weights, composed weights, and by part of the keys the softmax's delta, the sum over the keys
    of a weight times its gradient, for which all heads are needed (it is not the sum of output times gradient); where
-   these need too many registers, `Sizes.IS_SPLIT`, in three launches;
+   these need too many registers, `Sizes.IS_SPLIT`, three kernels do it;
 3. `compose_bwd_kernel`: gradients of composed scores, then those of scores, and what each query adds to the gradients
    of the keys' factors, which `key_factors_bwd_kernel` sums up;
 4. `query_factors_bwd_kernel`: those of the queries' factors and of the static map follow from the gradient of a query's
@@ -57,8 +57,15 @@ def composed_backward(
         forward.launch_scores(work, output_gradient, value, gradients, 1.0, norms)
         matrices, part_deltas = forward.launch_matrices(work, pre, post, scores), work.new_parts(scores)
         part_totals = work.new_parts(scores) if scores.dtype == torch.float32 else None
-        inputs = {"pre": pre, "post": post, "matrices": matrices, "log_sums": log_sums, "gradients": gradients}
-        forward.launch_weights(work, scores, weights, composed, part_deltas, part_totals, **inputs)
+        inputs = {"post": post, "matrices": matrices, "gradients": gradients, "weights": weights}
+        inputs |= {"part_deltas": part_deltas, "part_totals": part_totals, **work.compose_options()}
+        if sizes.IS_SPLIT:
+            forward.launch_weights(work, pre, post, scores, matrices, log_sums, weights)
+            deltas_bwd_kernel[work.compose_grid()](*work.arguments(), **inputs)
+            forward.launch_compose(work, post, weights, matrices, composed)
+        else:
+            inputs |= {"pre": pre, "scores": scores, "log_sums": log_sums}
+            weights_bwd_kernel[work.compose_grid()](*work.arguments(), **inputs, composed=composed)
         forward.launch_reduce_parts(work, None, part_deltas, deltas)
         if part_totals is not None:
             # Logarithms of large scores are rounded so far that weights do not add up to 1. Divided by what they add up
@@ -147,6 +154,51 @@ def _launch_dkv(work: Work, weights: Tensor, q: Tensor, gradients: Any) -> None:
     options = {"BLOCK_D": block, "BLOCK_K": step, "IS_FIRST": chunk.start == 0, **sizes.product_options(q)}
     q, gradients = States.of(q), States.of(gradients, q.shape[1])
     attention_bwd_kernel_dkv[grid](*work.arguments(), weights=weights, q=q, gradients=gradients, **options)
+
+
+@triton.jit
+def _store_deltas(e, d, matrix, chunk, sizes, tile, row, post, factors, part_deltas, part_totals):
+    """Store by part of the keys the sums of weights e times their gradients, from those d of composed weights."""
+    p, _sums = blocks.compose_heads(d, blocks.to_accumulator(d, tile.eye), matrix, factors, tile.eye, post, True)
+    blocks.store_parts(part_deltas, tl.sum(blocks.in_parts(e * p, sizes), 1), chunk, tile, row, sizes)
+    if part_totals is not None:
+        blocks.store_parts(part_totals, tl.sum(blocks.in_parts(e, sizes), 1), chunk, tile, row, sizes)
+
+
+@triton.jit
+def weights_bwd_kernel(
+    mask, chunk, sizes, pre, post, scores, log_sums, matrices, gradients, weights, composed, part_deltas, part_totals
+):
+    """Weights from scores, composed weights, and deltas by part of the keys, with totals of the weights if wanted."""
+    DTYPE: tl.constexpr = scores.dtype.element_ty
+    tile = blocks.program_tile(mask, chunk, sizes, DTYPE)
+    if tile.is_seen:
+        pre_factors = blocks.load_key_factors(pre, tile, DTYPE)
+        factors = blocks.load_key_factors(post, tile, DTYPE)
+        for row in range(tile.first_row, tile.end_row):
+            a = blocks.load_tile(scores, chunk, tile, row)
+            d = blocks.load_tile(gradients, chunk, tile, row)
+            e = blocks.softmax_weights(a, mask, chunk, sizes, tile, row, matrices, log_sums, pre, pre_factors)
+            blocks.store_tile(weights, e, chunk, tile, row)
+            matrix = tl.load(blocks.matrix_pointers(matrices, chunk, tile.group, row, 1, sizes))
+            _store_deltas(e, d, matrix, chunk, sizes, tile, row, post, factors, part_deltas, part_totals)
+            y, _sums = blocks.compose_heads(e.to(DTYPE), e, matrix, factors, tile.eye, post, False)
+            blocks.store_tile(composed, y, chunk, tile, row)
+    else:
+        blocks.store_zeros(composed, mask, chunk, sizes, tile)
+
+
+@triton.jit
+def deltas_bwd_kernel(mask, chunk, sizes, post, matrices, gradients, weights, part_deltas, part_totals):
+    """Deltas by part of the keys and, if wanted, totals of the weights."""
+    tile = blocks.program_tile(mask, chunk, sizes, weights.dtype.element_ty)
+    if tile.is_seen:
+        factors = blocks.load_key_factors(post, tile, weights.dtype.element_ty)
+        for row in range(tile.first_row, tile.end_row):
+            e = blocks.to_accumulator(blocks.load_tile(weights, chunk, tile, row), tile.eye)
+            d = blocks.load_tile(gradients, chunk, tile, row)
+            matrix = tl.load(blocks.matrix_pointers(matrices, chunk, tile.group, row, 1, sizes))
+            _store_deltas(e, d, matrix, chunk, sizes, tile, row, post, factors, part_deltas, part_totals)
 
 
 @triton.jit

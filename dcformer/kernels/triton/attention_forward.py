@@ -10,7 +10,7 @@ pass over the keys can do all. Instead a chunk of queries at a time has its scor
 2. `softmax_sums_fwd_kernel`: pre-composition, and each head's sum of exponentials by part of the keys;
 3. `reduce_parts_kernel`: the sums of all parts, as one logarithm a query and head;
 4. `weights_fwd_kernel`: pre-composition again, the exponential, and post-composition, in place of the scores; where
-   these need too many registers, `Sizes.IS_SPLIT`, in two launches;
+   these need too many registers, `Sizes.IS_SPLIT`, `compose_fwd_kernel` does the last;
 5. `output_fwd_kernel`: a matrix product of weights and values.
 
 Exponents are to base 2, with log2(e) in the scale of the scores.
@@ -54,11 +54,12 @@ def composed_forward(call: Call, workspace_bytes: int) -> tuple[Tensor, Tensor]:
         inputs = {"pre": pre, "scores": scores, "matrices": matrices, **work.compose_options()}
         softmax_sums_fwd_kernel[work.compose_grid()](*work.arguments(), **inputs, largest=largest, sums=sums)
         launch_reduce_parts(work, largest, sums, log_sums)
-        weights, composed = scores if sizes.IS_SPLIT else None, scores.view(query.dtype)
-        inputs = {"pre": pre, "post": post, "matrices": matrices, "log_sums": log_sums, "gradients": None}
-        launch_weights(work, scores, weights, composed, **inputs)
+        composed = scores.view(query.dtype)
+        launch_weights(work, pre, post, scores, matrices, log_sums, scores if sizes.IS_SPLIT else composed)
+        if sizes.IS_SPLIT:
+            launch_compose(work, post, scores, matrices, composed)
         launch_output(work, composed, value, output)
-        del scores, weights, composed, matrices, largest, sums, inputs  # whose memory is that of the next chunk
+        del scores, composed, matrices, largest, sums, inputs  # whose memory is that of the next chunk
     return output, log_sums
 
 
@@ -97,17 +98,18 @@ def launch_reduce_parts(work: Work, largest: Tensor | None, sums: Tensor, result
 
 
 def launch_weights(
-    work: Work, scores: Any, weights: Any, composed: Any, deltas: Any = None, totals: Any = None, **inputs: Any
+    work: Work, pre: Stage, post: Stage, scores: Tensor, matrices: Tensor, log_sums: Tensor, weights: Tensor
 ) -> None:
-    """Compute weights, composed weights and deltas: those that have a place, each in a launch if the sizes say so."""
-    launches = [(scores, composed, deltas, totals)]
-    if work.sizes.IS_SPLIT:
-        of_deltas = [] if deltas is None else [(None, None, deltas, totals)]
-        launches = [(scores, None, None, None), *of_deltas, (None, composed, None, None)]
-    inputs |= {"weights": weights, **work.compose_options()}
-    for of_launch in launches:
-        tensors = dict(zip(("scores", "composed", "deltas", "totals"), of_launch))
-        weights_fwd_kernel[work.compose_grid()](*work.arguments(), **inputs, **tensors)
+    """Compute weights from scores, composed where that is not another launch."""
+    inputs = {"pre": pre, "post": post, "scores": scores, "matrices": matrices, "log_sums": log_sums}
+    options = {"COMPOSE": not work.sizes.IS_SPLIT, **work.compose_options()}
+    weights_fwd_kernel[work.compose_grid()](*work.arguments(), **inputs, weights=weights, **options)
+
+
+def launch_compose(work: Work, post: Stage, weights: Tensor, matrices: Tensor, composed: Tensor) -> None:
+    """Compose weights."""
+    inputs = {"post": post, "weights": weights, "matrices": matrices, **work.compose_options()}
+    compose_fwd_kernel[work.compose_grid()](*work.arguments(), **inputs, composed=composed)
 
 
 def launch_output(work: Work, weights: Tensor, v: Any, output: Any) -> None:
@@ -236,40 +238,37 @@ def reduce_parts_kernel(mask, chunk, sizes, largest, sums, results, BLOCK: tl.co
 
 
 @triton.jit
-def weights_fwd_kernel(
-    mask, chunk, sizes, pre, post, matrices, log_sums, gradients, scores, weights, composed, deltas, totals
-):
-    """Weights, from scores if given, and what has a place of composed weights, and of deltas and totals by part."""
-    DTYPE: tl.constexpr = matrices.dtype.element_ty
+def weights_fwd_kernel(mask, chunk, sizes, pre, post, scores, matrices, log_sums, weights, COMPOSE: tl.constexpr):
+    """Weights from scores, which they may take the place of, composed if COMPOSE."""
+    DTYPE: tl.constexpr = scores.dtype.element_ty
     tile = blocks.program_tile(mask, chunk, sizes, DTYPE)
     if tile.is_seen:
         pre_factors = blocks.load_key_factors(pre, tile, DTYPE)
         post_factors = blocks.load_key_factors(post, tile, DTYPE)
         for row in range(tile.first_row, tile.end_row):
-            a = blocks.load_tile(weights if scores is None else scores, chunk, tile, row)
-            if deltas is not None:
-                d = blocks.load_tile(gradients, chunk, tile, row)
-            if scores is None:
-                e = blocks.to_accumulator(a, tile.eye)
-            else:
-                # On its way while scores are composed.
-                log_sum = blocks.load_row(log_sums, mask, tile.group, chunk.start + row, sizes)
-                x = blocks.composed_scores(a, mask, chunk, sizes, tile, row, matrices, pre, pre_factors)
-                e = tl.exp2(x - log_sum[None, :])
-                a = e.to(DTYPE)
-                if weights is not None:
-                    blocks.store_tile(weights, e, chunk, tile, row)
+            a = blocks.load_tile(scores, chunk, tile, row)
+            w = blocks.softmax_weights(a, mask, chunk, sizes, tile, row, matrices, log_sums, pre, pre_factors)
+            if COMPOSE:
+                matrix = tl.load(blocks.matrix_pointers(matrices, chunk, tile.group, row, 1, sizes))
+                w, _sums = blocks.compose_heads(w.to(DTYPE), w, matrix, post_factors, tile.eye, post, False)
+            blocks.store_tile(weights, w, chunk, tile, row)
+    elif COMPOSE:
+        blocks.store_zeros(weights, mask, chunk, sizes, tile)
+
+
+@triton.jit
+def compose_fwd_kernel(mask, chunk, sizes, post, weights, matrices, composed):
+    """Weights composed after the softmax."""
+    tile = blocks.program_tile(mask, chunk, sizes, weights.dtype.element_ty)
+    if tile.is_seen:
+        factors = blocks.load_key_factors(post, tile, weights.dtype.element_ty)
+        for row in range(tile.first_row, tile.end_row):
+            a = blocks.load_tile(weights, chunk, tile, row)
             matrix = tl.load(blocks.matrix_pointers(matrices, chunk, tile.group, row, 1, sizes))
-            if deltas is not None:
-                d32 = blocks.to_accumulator(d, tile.eye)
-                p, _sums = blocks.compose_heads(d, d32, matrix, post_factors, tile.eye, post, True)
-                blocks.store_parts(deltas, tl.sum(blocks.in_parts(e * p, sizes), 1), chunk, tile, row, sizes)
-                if totals is not None:
-                    blocks.store_parts(totals, tl.sum(blocks.in_parts(e, sizes), 1), chunk, tile, row, sizes)
-            if composed is not None:
-                y, _sums = blocks.compose_heads(a, e, matrix, post_factors, tile.eye, post, False)
-                blocks.store_tile(composed, y, chunk, tile, row)
-    elif composed is not None:
+            a32 = blocks.to_accumulator(a, tile.eye)
+            y, _sums = blocks.compose_heads(a, a32, matrix, factors, tile.eye, post, False)
+            blocks.store_tile(composed, y, chunk, tile, row)
+    else:
         blocks.store_zeros(composed, mask, chunk, sizes, tile)
 
 

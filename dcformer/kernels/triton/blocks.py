@@ -306,6 +306,14 @@ def composed_scores(a, mask, chunk, sizes, tile, row, matrices, stage, factors):
 
 
 @triton.jit
+def softmax_weights(a, mask, chunk, sizes, tile, row, matrices, log_sums, stage, factors):
+    """Weights of scores a [COMPOSE_N, HEADS] of a row, from the logarithms to base 2 of the softmax's sums."""
+    log_sum = load_row(log_sums, mask, tile.group, chunk.start + row, sizes)  # on its way while scores are composed
+    x = composed_scores(a, mask, chunk, sizes, tile, row, matrices, stage, factors)
+    return tl.exp2(x - log_sum[None, :])
+
+
+@triton.jit
 def in_parts(x, sizes):
     """A tile [COMPOSE_N, HEADS] by parts of the keys, [COMPOSE_N // PART, PART, HEADS]."""
     return tl.reshape(x, [sizes.COMPOSE_N // PART, PART, sizes.HEADS_PADDED])
