@@ -206,7 +206,8 @@ class Recipe:
             if isinstance(error, errors.ConfigKeyError) and not sentence.endswith("?"):
                 # OmegaConf suggests keys of the same mapping only.
                 sentence += f".{_did_you_mean(error.full_key)}"
-            raise type(error)(f"{error.full_key}: {sentence}") from error
+            where = "" if repr(error.full_key) in sentence else f"{error.full_key}: "
+            raise type(error)(f"{where}{sentence}") from error
 
     def to_mapping(self) -> dict[str, Any]:
         """The mapping that `from_mapping` reads, with every default filled in."""
