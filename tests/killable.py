@@ -5,25 +5,32 @@ threads of torch and tensorstore would be missing in the copy, and torch refuses
 """
 
 import multiprocessing
+import os
 import socket
 from multiprocessing.process import BaseProcess
 
 
-def start(function, *arguments, **options) -> BaseProcess:
+def start(function, *arguments, method="forkserver", **options) -> BaseProcess:
     """A process that calls a function of an importable module; `kill` ends it at once, `join` waits for its end."""
-    context = multiprocessing.get_context("forkserver")
+    context = multiprocessing.get_context(method)
     context.set_forkserver_preload(["dcformer.conversion", "dcformer.training.trainer"])
     process = context.Process(target=function, args=arguments, kwargs=options, daemon=True)
     process.start()
     return process
 
 
-def run_two(function, *arguments, seconds) -> list[int | None]:
-    """Exit codes of two processes that call function(rank, free port, ...), killed after this many seconds each."""
+def call_as_torchrun(rank, port, function, *arguments):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
+    function(rank, *arguments)
+
+
+def run_two(function, *arguments, seconds, **options) -> list[int | None]:
+    """Exit codes of two processes of torchrun that call function(rank, ...), killed after this many seconds each."""
     with socket.socket() as unused:
         unused.bind(("localhost", 0))
         port = unused.getsockname()[1]
-    processes = [start(function, rank, port, *arguments) for rank in range(2)]
+    processes = [start(call_as_torchrun, rank, port, function, *arguments, **options) for rank in range(2)]
     for process in processes:
         process.join(seconds)
         process.kill()

@@ -110,20 +110,6 @@ def values(answers):
     return torch.tensor([answer[0] if isinstance(answer, tuple) else answer for answer in answers])
 
 
-@pytest.mark.parametrize("kind", ["dcformer", "gpt_neox"])
-def test_log_likelihoods_equal_plain_forward_passes(kind, folders):
-    """lm-eval's cache of answers receives all of them."""
-    folder = folders[kind, 50304]
-    expected = [by_hand(folder, *pair) for pair in PAIRS]
-    for batch_size in (1, "auto"):
-        model, cached = language_model(folder, batch_size=batch_size), {}
-        model.cache_hook.add_partial = lambda _, key, answer, cached=cached: cached.update({key: answer})
-        answers = model.loglikelihood(instances(PAIRS))
-        assert values(answers) == pytest.approx(values(expected), abs=1e-4)
-        assert [greedy for _, greedy in answers] == [greedy for _, greedy in expected]
-        assert cached == dict(zip(PAIRS, answers))
-
-
 def test_an_input_is_computed_once_for_all_its_requests_and_in_a_longer_one(folders):
     """ " Paris" scored alone, and as the last token of a longer continuation of a shorter context."""
     model = language_model(folders["dcformer", 50304])
@@ -157,9 +143,10 @@ def test_batches_are_cut_where_logits_or_keys_would_not_fit(monkeypatch):
 
 
 @pytest.mark.parametrize("shares", [True, False], ids=["shared prefixes", "whole inputs"])
-def test_a_batch_that_does_not_fit_into_memory_is_halved(shares, folders, monkeypatch):
+def test_a_batch_that_does_not_fit_into_memory_is_halved_and_answers_are_cached(shares, folders, monkeypatch):
     folder = folders["gpt_neox", 50304]
-    model = language_model(folder, shared_prefixes=shares, batch_size=64)
+    model, cached = language_model(folder, shared_prefixes=shares, batch_size=64), {}
+    model.cache_hook.add_partial = lambda _, key, answer: cached.update({key: answer})
     sizes, forward, fits, refused = [], model.model.forward, 2, []
 
     def forward_in_little_memory(input_ids, **arguments):
@@ -170,8 +157,10 @@ def test_a_batch_that_does_not_fit_into_memory_is_halved(shares, folders, monkey
         return forward(input_ids, **arguments)
 
     monkeypatch.setattr(model.model, "forward", forward_in_little_memory)
-    answers = model.loglikelihood(instances(PAIRS))
-    assert values(answers) == pytest.approx(values([by_hand(folder, *pair) for pair in PAIRS]), abs=1e-4)
+    answers, expected = model.loglikelihood(instances(PAIRS)), [by_hand(folder, *pair) for pair in PAIRS]
+    assert values(answers) == pytest.approx(values(expected), abs=1e-4)
+    assert [greedy for _, greedy in answers] == [greedy for _, greedy in expected]
+    assert cached == dict(zip(PAIRS, answers))
     assert max(sizes) == 2 and len(refused) < 4  # later batches are no larger
     fits = 0
     with pytest.raises(torch.OutOfMemoryError):  # nothing smaller is left to try

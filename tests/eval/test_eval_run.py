@@ -3,11 +3,9 @@
 import dataclasses
 import functools
 import json
-import multiprocessing
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 
@@ -17,7 +15,8 @@ import pytest
 pytest.importorskip("lm_eval")
 
 import datasets
-from test_eval_model import by_hand, save_model
+import killable
+from test_eval_model import by_hand
 from tiny_models import ANSWERS, tiny_model
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
@@ -204,18 +203,6 @@ def test_a_run_continues_to_the_same_files_after_an_interruption(moment, start, 
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_an_id_beyond_the_vocabulary_stops_the_run_and_keeps_what_is_finished(fixtures, data, tmp_path, start):
-    few_rows = save_model(tmp_path / "few_rows", "dcformer", 50257, fixtures)  # as the released models
-    spaced = shutil.copytree(data, tmp_path / "spaced")
-    row = {"goal": "Goal  two", "sol1": "a", "sol2": "b", "label": 0}
-    datasets.Dataset.from_list([row] * 3).to_parquet(spaced / "piqa" / "validation.parquet")
-    with pytest.raises(ValueError, match="50276 in document 0 of dcformer_piqa"):
-        start(few_rows, tasks="sciq,piqa", data_dir=spaced, oov_policy="error")
-    assert [record.task for record in read_records(tmp_path / "out")] == ["sciq"]
-    record = start(few_rows, tasks="sciq,piqa", data_dir=spaced)[1]
-    assert record.settings.oov_policy == "clamp" and record.observed["oov_documents"] == 3
-
-
 @pytest.mark.parametrize("token, policy", [(" " * 30, "clamp"), ("word", "error"), (None, None)])
 def test_the_default_clamps_ids_without_a_row_if_all_are_runs_of_spaces(token, policy, model, tmp_path, start):
     """With a row for every id the record names no policy, whatever the option."""
@@ -227,6 +214,17 @@ def test_the_default_clamps_ids_without_a_row_if_all_are_runs_of_spaces(token, p
     (record,) = start(tasks="piqa", tokenizer=str(tmp_path / "tokenizer"), oov_policy=option)
     assert record.settings.oov_policy == policy
     assert record.settings.tokenizer == fingerprint_tokenizer(tokenizer)
+
+
+def test_an_id_without_a_row_stops_the_run_or_its_documents_are_counted(model, tmp_path, start):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert tokenizer.add_tokens("another") == 1
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    given = {"tasks": "sciq,piqa", "tokenizer": str(tmp_path / "tokenizer")}
+    with pytest.raises(ValueError, match=f"{len(tokenizer) - 1} in document 0 of dcformer_piqa"):
+        start(**given)
+    assert [record.task for record in read_records(tmp_path / "out")] == ["sciq"]
+    assert [record.observed["oov_documents"] for record in start(**given, oov_policy="clamp")] == [0, 8]
 
 
 WRONG = {
@@ -418,33 +416,22 @@ def test_without_a_package_of_its_extra_a_command_names_the_extra(start, model, 
     assert all(" 1 Error: " in line and line.count("[eval]") == 1 for line in printed), printed
 
 
-def evaluate_as_one_of_two(rank, port, options):
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="127.0.0.1")
+def evaluate_as_one_of_two(rank, options):
     assert len(evaluate(**options)) == (0 if rank else 3)
 
 
 def test_two_processes_write_what_one_does(start, model, data, fixtures, tmp_path):
     from accelerate.state import AcceleratorState, PartialState
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     options = {"models": model, "tasks": "piqa,head_tasks,wikitext2_ppl", "limit": 3, "dtype": "float32"}
     options |= {"device": "cpu", "data_dir": str(tmp_path / "both"), "max_length": 64}
     shutil.copytree(data, tmp_path / "both")
     shutil.copytree(fixtures / "benchdata" / "wikitext2", tmp_path / "both" / "wikitext2")
-    # Forked, so that they need not import all of it again.
-    context = multiprocessing.get_context("fork")
     AcceleratorState._reset_state(True)
     PartialState._reset_state()
     given = {**options, "output": str(tmp_path / "two")}
-    processes = [context.Process(target=evaluate_as_one_of_two, args=(rank, port, given)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=60)
-    assert [process.exitcode for process in processes] == [0, 0]
+    # Forked, so that they need not import all of it again.
+    assert killable.run_two(evaluate_as_one_of_two, given, seconds=60, method="fork") == [0, 0]
     start(output="one", **options)
     one, two = contents(tmp_path / "one"), contents(tmp_path / "two")
     assert one.keys() == two.keys()

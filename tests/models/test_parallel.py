@@ -4,7 +4,6 @@ import contextlib
 import functools
 import io
 import json
-import os
 import runpy
 import traceback
 from collections.abc import Callable
@@ -51,10 +50,8 @@ def check(function):
     return function
 
 
-def run_checks(rank, port, folder):
+def run_checks(rank, folder):
     """Write the traceback of every check that fails into a file; both processes end one before the next begins."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
     dist.init_process_group("gloo")
     failed = {}
     for name, function in CHECKS.items():

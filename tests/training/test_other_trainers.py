@@ -7,13 +7,13 @@ import torch
 from datasets import Dataset
 from tiny_models import ANSWERS, random_tokens, tiny_model
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer, TrainingArguments
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
 from dcformer.head_tasks import generate_documents
 
 
-TEXTS = [document["text"] for document in generate_documents(4, seed=0, lines=(2, 4))]
-LINES = [text.rstrip("\n").rpartition("\n") for text in TEXTS]
+DOCUMENTS = generate_documents(4, seed=0, lines=(2, 4))
+LINES = [document["text"].rstrip("\n").rpartition("\n") for document in DOCUMENTS]
 PROMPTS, COMPLETIONS = [f"{lines[0]}\n" for lines in LINES], [lines[2] for lines in LINES]
 ROWS = [random_tokens(1, length, seed=length)[0].tolist() for length in (13, 5, 9, 17)]
 
@@ -69,16 +69,6 @@ def test_no_way_of_saving_memory_changes_a_step(collate, options, fit):
     for name, weight in weights.items():
         torch.testing.assert_close(weight, others[name], atol=2e-4, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
     assert losses == pytest.approx(other_losses, abs=1e-4)
-
-
-@pytest.mark.parametrize("options", [{"padding_free": True, "max_length": None}, {"packing": True, "max_length": 2048}])
-def test_documents_of_one_row_have_the_loss_of_padded_rows(options, fit):
-    """A trainer that is given a path loads the model itself."""
-    batch = {"per_device_train_batch_size": len(TEXTS)}
-    padded = fit(SFTTrainer, SFTConfig, ANSWERS, {"text": TEXTS}, **batch)
-    joined = fit(SFTTrainer, SFTConfig, ANSWERS, {"text": TEXTS}, **batch, **options)
-    assert padded[1] < padded[0]
-    assert joined == pytest.approx(padded, abs=1e-4)  # losses of about 10 in float32
 
 
 def test_preferences_train_a_model_of_a_path(fit):

@@ -367,6 +367,9 @@ def test_every_pass_over_the_rows_is_shuffled_anew_or_in_order():
 
 
 def test_a_fingerprint_is_of_all_files_and_of_the_split(tmp_path):
+    saved = [write("saved", tmp_path / name, texts) for name, texts in (("a", TEXTS), ("b", TEXTS), ("c", TEXTS[::-1]))]
+    same, again, other = (training_data.fingerprint_documents(recipe(folder)) for folder in saved)
+    assert same == again != other
     source = write("files", tmp_path / "source")
     seen = [training_data.fingerprint_documents(recipe(source, split=split)) for split in ("train", "train[:3]")]
     for file in sorted(source.glob("train*")):

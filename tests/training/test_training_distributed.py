@@ -1,7 +1,6 @@
 """Two processes, replicated (DDP) or sharded (FSDP2), train as one does."""
 
 import json
-import os
 from pathlib import Path
 
 import killable
@@ -29,9 +28,7 @@ def recipe_of(folder, name):
     return tiny_recipe(folder / name, data=data, training={**TRAINING, "fsdp": name == "fsdp"})
 
 
-def train_as_one_of_two(rank, port, file):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
+def train_as_one_of_two(rank, file):
     app(["train", str(file)])
 
 
