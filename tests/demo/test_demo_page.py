@@ -141,20 +141,15 @@ def test_of_a_long_text_the_last_tokens_are_drawn(tiny):
     assert "The first 512 of 600 tokens are read. The last 48 of 512 tokens" in draw(tiny, ids * 10, 0, 0)
 
 
-DEFAULTS = {
-    "max_new_tokens": 48,
-    "do_sample": False,
-    "temperature": 1,
-    "top_k": 50,
-    "top_p": 1,
-    "repetition_penalty": 1,
-}
 OTHERS = {"max_new_tokens": 900, "do_sample": True, "temperature": 0.5, "top_k": 0, "top_p": 0.25}
 
 
-@pytest.mark.parametrize("options", [{}, OTHERS | {"repetition_penalty": 1.5}], ids=["defaults", "configured"])
+@pytest.mark.parametrize(
+    "options, wanted",
+    [({}, [48, False, 1, 50, 1, 1]), (OTHERS | {"repetition_penalty": 1.5}, [512, True, 0.5, 0, 0.25, 1.5])],
+)
 def test_a_page_has_the_options_of_its_model_and_draws_what_was_written_unless_it_is_stopped(
-    tiny, options, monkeypatch
+    tiny, options, wanted, monkeypatch
 ):
     model = tiny_model(vocab_size=len(tiny.tokenizer), num_hidden_layers=1, num_attention_heads=3, head_dim=8)
     model.generation_config = GenerationConfig(**options)
@@ -166,8 +161,7 @@ def test_a_page_has_the_options_of_its_model_and_draws_what_was_written_unless_i
     }
     click, submit = (events.pop(key) for key in (("generate", "click"), ("prompt", "submit")))
     limit, stops, *sampling, seed = (component.value for component in click.inputs[1:])
-    wanted = DEFAULTS | options | {"max_new_tokens": min(options.get("max_new_tokens", 48), 512)}
-    assert [limit, *sampling] == [*wanted.values()] and (stops, seed) == (False, "") and click.inputs == submit.inputs
+    assert [limit, *sampling] == wanted and (stops, seed) == (False, "") and click.inputs == submit.inputs
     drawing = [f for f in page.fns.values() if f.outputs == [by_id["attention"]]]
     assert all(f.inputs == [click.outputs[1], by_id["layer"], by_id["head"]] for f in drawing)
     after = [f._id for f in drawing if f.trigger_after in (click._id, submit._id)]

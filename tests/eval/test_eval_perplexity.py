@@ -28,11 +28,9 @@ def model():
     return tiny_model(vocab_size=50304, max_position_embeddings=WINDOW)
 
 
-@pytest.fixture(scope="module", params=["plain", "appending"])
-def reader(request, tokenizer):
-    """The tokenizer, and one that appends an end of text, which changes no count and no score."""
-    if request.param == "plain":
-        return tokenizer
+@pytest.fixture(scope="module")
+def reader(tokenizer):
+    """The tokenizer, but it appends an end of text, which changes no count and no score."""
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     appending = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", add_eos_token=True)
     assert appending("heads")["input_ids"] == [*tokenizer("heads")["input_ids"], END_OF_TEXT]
@@ -51,13 +49,6 @@ def evaluate(model, tokenizer, task, metadata, kind=DCFormerLM, **options):
     scorer = kind(model, tokenizer=tokenizer, batch_size=4, max_length=WINDOW, **options)
     # Standard errors are not looked at here; `simple_evaluate` would also describe the machine, which takes seconds.
     return evaluator.evaluate(scorer, task_manager(metadata).load([task]), bootstrap_iters=0)
-
-
-def loss(model, given, targets):
-    """Sum of the negative log-probabilities of targets that end after the given tokens."""
-    with torch.no_grad():
-        logits = model(torch.tensor([given])).logits[0, -len(targets) :]
-    return torch.nn.functional.cross_entropy(logits, torch.tensor(targets), reduction="sum").item()
 
 
 def pile(folder, tokenizer, **options):
@@ -101,7 +92,9 @@ def test_perplexity_equals_a_plain_loop_over_windows(model, tokenizer, reader, d
     for start in range(0, len(ids), WINDOW):
         targets = ids[start : start + WINDOW]
         given = [END_OF_TEXT if start == 0 else ids[start - 1], *targets[:-1]]
-        total += loss(model, given, targets)
+        with torch.no_grad():
+            logits = model(torch.tensor([given])).logits[0]
+        total += torch.nn.functional.cross_entropy(logits, torch.tensor(targets), reduction="sum").item()
     results = output["results"][task]
     n_bytes = len(sample["doc"]["text"].replace("<|endoftext|>", "").encode())
     assert math.log(results["token_perplexity,none"]) == pytest.approx(total / len(ids), abs=1e-4)
@@ -128,24 +121,14 @@ def test_packed_texts_and_examples_begin_as_with_the_harness(adds_bos, tmp_path)
         assert math.log(first) == pytest.approx(math.log(second), rel=1e-6)
 
 
-def test_flan_equals_plain_forward_passes(model, tokenizer, reader, tmp_path, caplog):
-    examples = [
-        {"inputs": "Is water wet? Answer:\n", "targets": "Yes, it is."},
-        {"inputs": "Count.  " + "one two three four " * 30, "targets": " five"},
-        {"inputs": "No answer", "targets": "  "},
-        {"inputs": "Too long", "targets": "word " * (WINDOW + 1)},
-    ]
-    write_lines(tmp_path, "flan/part.jsonl", examples)
-    output = evaluate(model, reader, "dcformer_flan_ppl", {"data_dir": str(tmp_path)})
-    total = count = 0
-    for example in examples[:2]:
-        context = tokenizer(example["inputs"].strip())["input_ids"]
-        targets = tokenizer(" " + example["targets"].strip())["input_ids"]
-        total += loss(model, (context + targets)[-WINDOW - 1 : -1], targets)
-        count += len(targets)
-    measured = output["results"]["dcformer_flan_ppl"]["token_perplexity,none"]
-    assert math.log(measured) == pytest.approx(total / count, abs=1e-4)
-    assert [sample["doc"]["n_tokens"] for sample in output["samples"]["dcformer_flan_ppl"]] == [5, 1]
+def test_flan_is_scored_on_the_tokens_of_targets_that_fit(reader, tmp_path, caplog):
+    pairs = [("Is water wet? Answer:\n", "Yes, it is."), ("Count.  " + "one two " * 30, " five")]
+    pairs += [("No answer", "  "), ("Too long", "word " * (WINDOW + 1))]
+    write_lines(tmp_path, "flan/part.jsonl", [dict(zip(("inputs", "targets"), pair)) for pair in pairs])
+    rows = perplexity.load_flan(str(tmp_path), tokenizer=reader, max_length=WINDOW, window=WINDOW)["test"]
+    assert rows["context"][:] == ["Is water wet? Answer:", pairs[1][0].strip()]
+    assert rows["continuation"][:] == [" Yes, it is.", " five"] and rows["n_tokens"][:] == [5, 1]
+    assert perplexity.score_target(rows[0], [(-3.5, False)]) == {"token_perplexity": (-3.5, 5)}
     assert "leaves out 2 of 4 examples" in caplog.text
 
 

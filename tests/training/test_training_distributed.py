@@ -23,9 +23,12 @@ DATA = {"loss_on": "answers", "evaluation": {"documents": 5}}
 RUNS = {"ddp": "single", "fsdp": "single_streaming"}
 
 
-def recipe_of(folder, name):
+def recipe_of(folder, name, **values):
+    """With every part of the composition; two processes also compute layers again in the backward pass."""
+    model = {"compose_static": True, "compose_groups": 2, "num_attention_heads": 4}
     data = {**DATA, "streaming": name in ("fsdp", "single_streaming")}
-    return tiny_recipe(folder / name, data=data, training={**TRAINING, "fsdp": name == "fsdp"})
+    training = {**TRAINING, "fsdp": name == "fsdp", "gradient_checkpointing": name in RUNS}
+    return tiny_recipe(folder / name, model=model, data=data, training=training, **values)
 
 
 def train_as_one_of_two(rank, file):
@@ -84,8 +87,7 @@ def test_the_model_is_that_of_one_process(name, runs):
 
 
 def test_all_processes_end_with_the_error_of_the_first(runs):
-    recipe = tiny_recipe(runs / "ddp", data=DATA, training=TRAINING, seed=1)
-    assert train_in_two_processes(recipe) == [1, 1]
+    assert train_in_two_processes(recipe_of(runs, "ddp", seed=1)) == [1, 1]
 
 
 def test_sharded_parameters_need_several_processes(tmp_path):
