@@ -3,7 +3,6 @@
 import contextlib
 import json
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,7 @@ from benchmarks.measure import Case, Entry, Run, Timer
 from dcformer import AttentionInputs, dcmha, register_implementation
 
 
-CPU, CUDA, ROOT = torch.device("cpu"), torch.device("cuda"), Path(__file__).parents[1]
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.mark.parametrize("module", [attention, models, cpu], ids=lambda module: module.__name__)
@@ -178,17 +177,6 @@ def test_losses_are_those_of_the_model_through_a_cache_too_with_the_interval_of_
     change = quantization.compare(torch.tensor([1.2, 1.1]), torch.tensor([1.0, 1.0]))
     assert change["loss"] == pytest.approx(1.15) and change["change"] == pytest.approx(0.15)
     assert change["interval"] == pytest.approx(1.96 * 0.05 * 2**0.5 / 2)
-
-
-def test_the_page_shows_the_recorded_figures_of_quantisation():
-    texts = [
-        (ROOT / name).read_text("utf-8") for name in ("benchmarks/results/quantization.json", "docs/quantization.md")
-    ]
-    recorded, page = json.loads(texts[0])["figures"], texts[1]
-    for method in recorded["DCFormer++"].keys() - {"float32"}:
-        rows = [recorded[model][method] for model in ("DCFormer++", "Transformer++")]
-        cells = [f"{row['change']:+.4f} ± {row['interval']:.4f}" for row in rows]
-        assert f"| {method} | {' | '.join(cells)} |" in page
 
 
 def test_padded_batches_write_what_single_prompts_get_and_other_tokens_are_not_timed():

@@ -104,6 +104,15 @@ def test_the_table_of_upcycling_is_the_record():
         assert row[1:] == [f"{np.mean(run['validation']):.3f}" for run in sorted(runs, key=lambda run: run["rate"])]
 
 
+def test_the_table_of_quantisation_is_the_record():
+    figures = recorded(ROOT / "benchmarks" / "results" / "quantization.json")["figures"]
+    rows = table("docs/quantization.md", "method | with composition")
+    assert {method for method, *_ in rows} == figures["DCFormer++"].keys() - {"float32"}
+    for method, *cells in rows:
+        of_models = (figures[model][method] for model in ("DCFormer++", "Transformer++"))
+        assert cells == [f"{row['change']:+.4f} ± {row['interval']:.4f}" for row in of_models]
+
+
 def test_what_the_page_on_looking_inside_says_of_copying_is_the_record():
     folder, text = language_modelling.RESULTS / "inside", " ".join(page("docs/inside.md").split())
     attention = pd.read_csv(folder / "attention_on_copied.csv").pivot(index=["layer", "head"], columns="map")
