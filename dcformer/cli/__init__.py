@@ -9,6 +9,7 @@ import typer
 from ..version_dcformer import __version__
 from .analyse import analyse_command
 from .checkpoints import card_command, convert_app, inspect_command, verify_command
+from .environment import env_command
 from .evaluate import eval_command, lm_eval_command, report_command, tasks_command
 from .generate import generate_command
 from .options import QUICK_HELP
@@ -54,6 +55,7 @@ app.add_typer(convert_app, name="convert")
 app.command("inspect")(inspect_command)
 app.command("verify")(verify_command)
 app.command("card")(card_command)
+app.command("env")(env_command)
 
 
 def main() -> None:

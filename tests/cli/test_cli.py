@@ -11,13 +11,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import transformers
 import typer
 from typer.testing import CliRunner
 
 import dcformer
-from dcformer.cli import app, main
+from dcformer.cli import app, environment, main
 from dcformer.cli.running import print_line, print_table
 from dcformer.common.terminal import one_line_errors
+from dcformer.dcmha import BACKENDS, Backend
+from dcformer.plain_dcformer import plain_attention
 
 
 HEAVY = {"torch", "transformers", "datasets", "lm_eval", "numpy", "gradio", "matplotlib", "dcformer.public"}
@@ -196,3 +199,24 @@ def test_pax_needs_its_configuration(golden, tmp_path):
     assert call("convert", "pax", weights, tmp_path / "model", *options).exit_code == 0
     assert json.loads(call("inspect", weights, *options, "--json").output)["architecture"]
     assert call("verify", weights, tmp_path / "model", *options).exit_code == 0
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "forward", "backward", "decode"])
+def test_env_names_versions_and_checks_kernels(wrong, monkeypatch):
+    class OffByOnePercent(Backend):
+        name, device_type = "off", "cpu"
+
+        def attention(self, inputs):
+            output = plain_attention(inputs)
+            passed = "backward" if output.requires_grad else "decode" if inputs.query.shape[2] == 1 else "forward"
+            return output * 1.01 if passed == wrong else output
+
+    layers = [*environment._published_layers()]
+    monkeypatch.setattr(environment, "_published_layers", lambda: iter(layers[:1]))
+    monkeypatch.setitem(BACKENDS, "off", OffByOnePercent())
+    done = call("env", "--check", "--device", "cpu")
+    rows = [line for line in done.stdout.splitlines() if line.startswith("dcformer-2.8b")]
+    assert f"transformers {transformers.__version__}" in done.stdout and "  off: chosen" in done.stdout
+    assert len({layer.num_heads * layer.head_dim for _, layer, _ in layers}) > 5 < len(layers)
+    is_wrong = wrong != "nothing"
+    assert done.exit_code == is_wrong and [row.endswith("WRONG") for row in rows] == 2 * [is_wrong], done.output
