@@ -1,0 +1,42 @@
+"""What contributors run before a commit: the versions of the hooks, and the form of a commit's subject."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_hooks_have_the_versions_of_the_constraints_and_run_what_is_there():
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text("utf-8"), re.M))
+    *remote, local = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))["repos"]
+    for repo in remote:
+        assert repo["rev"] == "v" + pinned[repo["hooks"][0]["id"].partition("-")[0]]
+    entries = {hook["id"]: hook["entry"] for hook in local["hooks"]}
+    assert entries["mypy"] == ".venv/bin/mypy" and (ROOT / entries["subject"]).exists() and "mypy" in pinned
+
+
+@pytest.mark.parametrize(
+    ("subject", "status"),
+    [
+        ("kernels: load keys ahead", 0),
+        ("cli, docs: " + "é" * 61, 0),
+        ("cli, docs: " + "é" * 62, 1),
+        ("Kernels load keys ahead", 1),
+        ("kernels:load keys ahead", 1),
+        ("kernels: ", 1),
+        (
+            'Revert "kernels: load keys ahead"\n\nkernels: a line of the body that is longer than a subject, '
+            + 50 * "x",
+            0,
+        ),
+    ],
+)
+def test_a_subject_has_a_scope_and_at_most_72_characters(subject, status, tmp_path):
+    (tmp_path / "message").write_text(f"{subject}\n\nWhy.\n", "utf-8")
+    done = subprocess.run([ROOT / "scripts/check_subject", tmp_path / "message"], capture_output=True)
+    assert done.returncode == status and bool(done.stderr) == bool(status)
