@@ -4,7 +4,6 @@ import re
 import subprocess
 from pathlib import Path
 
-import pytest
 import yaml
 
 
@@ -20,23 +19,10 @@ def test_hooks_have_the_versions_of_the_constraints_and_run_what_is_there():
     assert entries["mypy"] == ".venv/bin/mypy" and (ROOT / entries["subject"]).exists() and "mypy" in pinned
 
 
-@pytest.mark.parametrize(
-    ("subject", "status"),
-    [
-        ("kernels: load keys ahead", 0),
-        ("cli, docs: " + "é" * 61, 0),
-        ("cli, docs: " + "é" * 62, 1),
-        ("Kernels load keys ahead", 1),
-        ("kernels:load keys ahead", 1),
-        ("kernels: ", 1),
-        (
-            'Revert "kernels: load keys ahead"\n\nkernels: a line of the body that is longer than a subject, '
-            + 50 * "x",
-            0,
-        ),
-    ],
-)
-def test_a_subject_has_a_scope_and_at_most_72_characters(subject, status, tmp_path):
-    (tmp_path / "message").write_text(f"{subject}\n\nWhy.\n", "utf-8")
-    done = subprocess.run([ROOT / "scripts/check_subject", tmp_path / "message"], capture_output=True)
-    assert done.returncode == status and bool(done.stderr) == bool(status)
+def test_a_subject_has_a_scope_and_at_most_72_characters(tmp_path):
+    good = ["kernels: load keys ahead", "cli, docs: " + "é" * 61, 'Revert "kernels: load keys ahead"']
+    bad = ["cli, docs: " + "é" * 62, "Kernels load keys ahead", "kernels:load keys ahead", "kernels: "]
+    for subject in (*good, *bad):
+        (tmp_path / "message").write_text(f"{subject}\n\nWhy: {'x' * 90}\n", "utf-8")
+        done = subprocess.run([ROOT / "scripts/check_subject", tmp_path / "message"], capture_output=True)
+        assert done.returncode == bool(done.stderr) == (subject in bad), subject
