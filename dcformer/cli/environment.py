@@ -73,12 +73,13 @@ def _described(device: torch.device) -> Iterator[str]:
 
 def _count_wrong(device: torch.device) -> int:
     """Print a row for each shape and number type as it is compared; return how many are wrong."""
-    rows = [(dtype, *each) for dtype in ("bfloat16", "float32") for each in _published_layers()]
+    rows = [(dtype, *each) for each in _published_layers() for dtype in ("bfloat16", "float32")]
     wrong, end = 0, time.monotonic() + MOST_SECONDS
     print("Errors of projections and attention, and in parentheses the largest that is not WRONG:")
     for number, (dtype, name, layer, rotary) in enumerate(rows):
         if time.monotonic() > end:
-            print(f"{len(rows) - number} of {len(rows)} rows were not reached; run it again, as compiled kernels stay.")
+            left = f"{len(rows) - number} of {len(rows)} rows"
+            print(f"{left} were not reached in {MOST_SECONDS} seconds; on a GPU the next run has less to compile.")
             break
         backend, errors = _compare(layer, rotary, dtype, device)
         cells = (f"{passed} {error:.1e} ({most:.1e})" for passed, (error, most) in errors.items())
