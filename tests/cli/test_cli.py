@@ -213,6 +213,7 @@ def test_env_names_versions_and_checks_kernels(wrong, monkeypatch):
 
     layers = [*environment._published_layers()]
     monkeypatch.setattr(environment, "_published_layers", lambda: iter(layers[:1]))
+    monkeypatch.setattr(environment, "LENGTH", 24)
     monkeypatch.setitem(BACKENDS, "off", OffByOnePercent())
     done = call("env", "--check", "--device", "cpu")
     rows = [line for line in done.stdout.splitlines() if line.startswith("dcformer-2.8b")]
