@@ -53,8 +53,8 @@ class EvaluationOptions:
     num_fewshot: int | str | Iterable[int] = 0  #: examples before a question, for columns of Table 4; also `"0,5"`
     limit: int | None = None  #: documents per task, windows of packed text, or texts of head tasks, spread evenly
     data_dir: str | os.PathLike | None = None  #: folder with the data; `None`: they are fetched
-    #: Task -> required hash of its documents, `"sha256:..."` as in a record, or `"any"`. Without it fetched data must
-    #: have the known hash, and files of `data_dir` may have any.
+    #: Task -> required hash of its documents, as in a record, or "any". Without it fetched data must have the known
+    #: hash, and files of `data_dir` may have any.
     data_hash: Mapping[str, str] | None = None
     batch_size: int | str = "auto"  #: as in [`dcformer.eval.DCFormerLM`]; with vLLM the most inputs in one step
     dtype: str | None = None  #: of the parameters; `None`: bfloat16, or float32 for head tasks alone

@@ -63,7 +63,9 @@ class Record:
     model: str  #: its name as it was given, with `@` and the revision if that is not `main`
     task: str  #: column of the paper's table (`"piqa"`) or another task of ours (`"head_tasks"`, `"pile_ppl"`)
     num_fewshot: int
-    metrics: dict[str, dict[str, Any]]  #: name -> `{"value": float, "stderr": float or None}`; accuracies as fractions
+    metrics: dict[
+        str, dict[str, Any]
+    ]  #: name -> its `value` and `stderr`, which may be `None`; accuracies as fractions
     num_samples: int  #: documents that were scored
     num_documents: int  #: documents that the task has; more than `num_samples` if a limit was set
     settings: Settings = field(default_factory=Settings)
