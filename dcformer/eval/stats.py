@@ -90,7 +90,7 @@ def paired_difference(
     wins, losses = _right_only_once(np.concatenate(of_tasks))
     value, resampled = float(values[0]), values[1:]
     documents, is_single = sum(map(len, of_tasks)), min(map(len, of_tasks)) == 1
-    low, high = (math.nan, math.nan) if is_single else np.percentile(resampled, [2.5, 97.5])
+    low, high = (math.nan if is_single else float(np.percentile(resampled, share)) for share in (2.5, 97.5))
     if wins is not None and losses is not None and len(tasks) == 1:
         p_value = sign_test(wins, losses)
     elif is_single:
@@ -99,7 +99,7 @@ def paired_difference(
         # Twice the share of resamples beyond zero; one is added so that no p-value is 0.
         beyond = min((resampled <= _NOTHING).sum(), (resampled >= -_NOTHING).sum())
         p_value = min(1.0, max(2 * (beyond + 1) / (resamples + 1), 2.0 ** (1 - documents)))
-    return Difference(value, float(low), float(high), float(p_value), wins, losses, documents)
+    return Difference(value, low, high, float(p_value), wins, losses, documents)
 
 
 def sign_test(wins: int, losses: int) -> float:
