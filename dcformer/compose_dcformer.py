@@ -252,7 +252,7 @@ def pack(states: Tensor, side: ComposeSide | None, width: int = 0) -> Tensor:
         return functional.pad(states, (0, width - states.shape[-1])) if width > states.shape[-1] else states
     extra, rows = side.factors, side.packed
     if rows is not None and rows.shape[-1] >= width and rows.data_ptr() == states.data_ptr():
-        return rows
+        return rows  # in which a backend has put both, unless somebody has replaced the states since
     if extra.shape[1] != states.shape[1]:  # (batch, key/value heads, key, query heads of each x channels)
         extra = extra.unflatten(1, (states.shape[1], -1)).transpose(2, 3).flatten(3)
     extra = extra.to(states.dtype)
@@ -290,9 +290,9 @@ def update_cache(
     key, value = cache.update(pack(key, pre_side, key_width), pack(value, post_side, value_width), layer_idx)
     before, after = _packed_factors(key, channels, pre_side), _packed_factors(value, channels, post_side)
     if pre is not None and before is not None:
-        pre = ComposeWeights(pre.query, ComposeSide(factors=before), pre.static, pre.groups)
+        pre = pre._replace(key=ComposeSide(factors=before))
     if post is not None and after is not None:
-        post = ComposeWeights(post.query, ComposeSide(factors=after), post.static, post.groups)
+        post = post._replace(key=ComposeSide(factors=after))
     return key[..., :channels], value[..., :channels], pre, post
 
 

@@ -40,8 +40,10 @@ def env_command(
     with running_command(debug):
         import torch
 
+        from ..loading import choose_device
+
         torch.manual_seed(0)
-        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        where = choose_device(device)
         print(*_described(where), sep="\n", flush=True)
         if check and (wrong := _count_wrong(where)):
             raise ValueError(f"{wrong} rows are WRONG; please report it, and use attn_implementation='dcmha_plain'.")

@@ -17,6 +17,7 @@ from .arrays import SourceArray, file_stamps, open_weights
 from .mapping import axis_sizes, part_offset
 from .plan import Origin, Part, Plan, complete, parameter_shapes
 from .settings import read_json, refuse_misspelt
+from .stores import refuse_no_folder
 
 
 # Entries of the authors' files that are not parameters, with the reason to leave them out.
@@ -79,7 +80,7 @@ def local_folder(source: str | os.PathLike) -> Path:
     if Path(source).exists():
         return Path(source)
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
-        raise FileNotFoundError(f"There is no folder {str(source)!r}; check the path.")
+        refuse_no_folder(source)
     patterns = [f"*{ending}" for ending in (".json", ".safetensors", ".bin", ".jinja", ".model", ".txt", ".md", ".py")]
     with naming_what_is_missing(str(source)):
         return Path(snapshot_download(str(source), allow_patterns=[*patterns, "LICEN*", "NOTICE*"]))
