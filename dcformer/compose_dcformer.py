@@ -263,19 +263,16 @@ def pack(states: Tensor, side: ComposeSide | None, width: int = 0) -> Tensor:
     return torch.cat((states, extra, filler), dim=-1)
 
 
-def unpack(packed: Tensor, channels: int, like: ComposeSide | None, heads: int) -> tuple[Tensor, ComposeSide | None]:
-    """Undo `pack`: states of this number of channels, and the key-wise weights of all keys, of the layout of `like`."""
-    factors = _packed_factors(packed, channels, like, heads)
-    return packed[..., :channels], None if factors is None else ComposeSide(factors=factors)
-
-
-def _packed_factors(packed: Tensor, channels: int, like: ComposeSide | None, heads: int | None = None) -> Tensor | None:
-    """The factors (batch, heads, key, factors) that rows hold after so many channels, for as many heads as `like`."""
+def unpack(rows: Tensor, channels: int, like: ComposeSide | None, heads: int = 0) -> tuple[Tensor, ComposeSide | None]:
+    """Undo `pack`: states of so many channels, and the weights of all keys, for the heads (or `heads`) of `like`."""
     if like is None:
-        return None
-    number, kv_groups = like.factors.shape[-1], (heads or like.factors.shape[1]) // packed.shape[1]
-    factors = packed[..., channels : channels + kv_groups * number]
-    return factors.unflatten(3, (kv_groups, -1)).transpose(2, 3).flatten(1, 2) if kv_groups > 1 else factors
+        return rows[..., :channels], None
+    kv_groups = (heads or like.factors.shape[1]) // rows.shape[1]
+    number = kv_groups * like.factors.shape[-1]
+    states, factors, _ = rows.split_with_sizes((channels, number, rows.shape[-1] - channels - number), dim=-1)
+    if kv_groups > 1:
+        factors = factors.unflatten(3, (kv_groups, -1)).transpose(2, 3).flatten(1, 2)
+    return states, ComposeSide(factors=factors)  # factors (batch, heads, key, factors)
 
 
 def update_cache(
@@ -287,13 +284,12 @@ def update_cache(
     """
     channels, (key_width, value_width) = key.shape[-1], allocated_widths(cache, layer_idx)
     pre_side, post_side = None if pre is None else pre.key, None if post is None else post.key
-    key, value = cache.update(pack(key, pre_side, key_width), pack(value, post_side, value_width), layer_idx)
-    before, after = _packed_factors(key, channels, pre_side), _packed_factors(value, channels, post_side)
-    if pre is not None and before is not None:
-        pre = pre._replace(key=ComposeSide(factors=before))
-    if post is not None and after is not None:
-        post = post._replace(key=ComposeSide(factors=after))
-    return key[..., :channels], value[..., :channels], pre, post
+    rows = cache.update(pack(key, pre_side, key_width), pack(value, post_side, value_width), layer_idx)
+    key, pre_side = unpack(rows[0], channels, pre_side)
+    value, post_side = unpack(rows[1], channels, post_side)
+    pre = None if pre is None else ComposeWeights(pre.query, pre_side, pre.static, pre.groups)
+    post = None if post is None else ComposeWeights(post.query, post_side, post.static, post.groups)
+    return key, value, pre, post
 
 
 def allocated_widths(cache: Any, layer_idx: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ what surrounds attention in a layer. In a model, `attn_implementation="dcmha_NAM
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -160,7 +160,7 @@ def explain_choice(
 def choose_backend(inputs: AttentionInputs, name: str | None = None) -> Backend:
     """Return the backend of this name, or else the first that takes the call; ValueError if the named one does not."""
     if name is None:
-        return _tried_backends(inputs)[-1][0]
+        return next(backend for backend, reason in _tried_backends(inputs) if reason is None)
     if name not in BACKENDS:
         raise ValueError(f"implementation must be one of {', '.join(BACKENDS)}, got {name!r}.")
     if (reason := BACKENDS[name].why_not(inputs)) is not None:
@@ -168,17 +168,15 @@ def choose_backend(inputs: AttentionInputs, name: str | None = None) -> Backend:
     return BACKENDS[name]
 
 
-def _tried_backends(inputs: AttentionInputs) -> list[tuple[Backend, str | None]]:
+def _tried_backends(inputs: AttentionInputs) -> Iterator[tuple[Backend, str | None]]:
     """Backends with the reason why they do not take the call, up to the one that does."""
-    tried: list[tuple[Backend, str | None]] = []
     for backend in [BACKENDS["plain"]] if is_exporting() else reversed(BACKENDS.values()):
         if backend.device_type in ("any", inputs.query.device.type):
-            tried.append((backend, backend.why_not_automatic(inputs)))
-            if tried[-1][1] is None:
+            yield backend, (reason := backend.why_not_automatic(inputs))
+            if reason is None:
                 break
         elif backend.device_type is not None:
-            tried.append((backend, f"it is selected automatically on {backend.device_type.upper()} devices only"))
-    return tried
+            yield backend, f"it is selected automatically on {backend.device_type.upper()} devices only"
 
 
 @torch.compiler.assume_constant_result  # Dynamo before torch 2.14 takes any compilation for an export
@@ -326,26 +324,27 @@ def _checked_inputs(
     attention_mask: Tensor | Visibility | None = None,
 ) -> AttentionInputs:
     """The arguments of [`composed_attention`]; ValueError if a shape does not fit, or a number is below 1."""
-    fits = query.dim() == key.dim() == value.dim() == 4 and value.shape[:3] == key.shape[:3]
-    if not fits or key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
+    query_shape, key_shape, value_shape = query.shape, key.shape, value.shape  # every look-up makes a new object
+    fits = len(query_shape) == len(key_shape) == len(value_shape) == 4 and value_shape[:3] == key_shape[:3]
+    if not fits or key_shape[0] != query_shape[0] or key_shape[3] != query_shape[3]:
         raise ValueError(
             "query must be (batch, heads, query, channels), key (batch, key/value heads, key, channels) and value "
-            f"(batch, key/value heads, key, value channels), got {tuple(query.shape)}, {tuple(key.shape)} and "
-            f"{tuple(value.shape)}."
+            f"(batch, key/value heads, key, value channels), got {tuple(query_shape)}, {tuple(key_shape)} and "
+            f"{tuple(value_shape)}."
         )
-    (batch, heads, queries, _), keys = query.shape, key.shape[2]
-    if key.shape[1] == 0 or heads % key.shape[1] != 0:
-        raise ValueError(f"The {key.shape[1]} key/value heads must divide the {heads} query heads.")
+    (batch, heads, queries, channels), (_, key_heads, keys, _) = query_shape, key_shape
+    if key_heads == 0 or heads % key_heads != 0:
+        raise ValueError(f"The {key_heads} key/value heads must divide the {heads} query heads.")
     for name, weights in (("pre", pre), ("post", post)):
         if weights is None:
             continue
         if weights.groups < 1 or heads % weights.groups != 0:
             raise ValueError(f"{name}.groups must divide the {heads} heads, got {weights.groups}.")
-        static_shape = (weights.groups, heads // weights.groups, heads // weights.groups)
-        if weights.static is not None and weights.static.shape != static_shape:
+        static, per_group = weights.static, heads // weights.groups
+        if static is not None and static.shape != (weights.groups, per_group, per_group):
             raise ValueError(
-                f"{name}.static must be (groups, heads per group, heads per group) = {static_shape}, got "
-                f"{tuple(weights.static.shape)}."
+                f"{name}.static must be (groups, heads per group, heads per group) = "
+                f"{(weights.groups, per_group, per_group)}, got {tuple(static.shape)}."
             )
         for kind, side, length in (("query", weights.query, queries), ("key", weights.key, keys)):
             if side is not None and side.factors.shape[:3] != (batch, heads, length):
@@ -372,7 +371,7 @@ def _checked_inputs(
         )
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}; use None to have it chosen.")
-    scaling = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
+    scaling = 1.0 / math.sqrt(channels) if scaling is None else scaling
     return AttentionInputs(query, key, value, pre, post, scaling, mask, dropout, chunk_size)
 
 

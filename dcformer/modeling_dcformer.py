@@ -398,13 +398,13 @@ class DCFormerModel(DCFormerPreTrainedModel):
         position_embeddings = None if self.rotary_emb is None else self.rotary_emb(hidden_states, position_ids)
         kwargs |= {"position_embeddings": position_embeddings, "position_ids": position_ids, CACHE_NAME: cache}
         # Assisted generation with early exit lowers `num_hidden_layers` while it drafts.
-        for layer, layer_type in zip(self.layers[: self.config.num_hidden_layers], self.config.layer_types):
+        for layer, layer_type in zip(self.layers, self.config.layer_types[: self.config.num_hidden_layers]):
             hidden_states = layer(hidden_states, attention_mask=masks[layer_type], **kwargs)
         return BaseModelOutputWithPast(self.norm(hidden_states), cache)
 
     def layers_here(self) -> list[int]:
         """Indices of the layers that this process computes; identities stand for those of other pipeline stages."""
-        layers = enumerate(self.layers[: self.config.num_hidden_layers])
+        layers = zip(range(self.config.num_hidden_layers), self.layers)
         return [number for number, layer in layers if not isinstance(layer, nn.Identity)]
 
 

@@ -105,19 +105,20 @@ def groups_of(inputs: AttentionInputs) -> list[int]:
 
 def why_no_kernel(inputs: AttentionInputs) -> str | None:
     """Why no kernel of this folder computes a call, as the end of a sentence; None if nothing here forbids it."""
-    dense, tensors = inputs.mask.dense, list(inputs[:3])
-    for query, key, static, _ in (inputs.pre or _NOTHING, inputs.post or _NOTHING):
-        for side in (query, key):
+    query, key, value, pre, post, *_ = inputs
+    dense, tensors = inputs.mask.dense, [query, key, value]
+    for weights in (pre or _NOTHING, post or _NOTHING):
+        for side in weights[:2]:
             if side is not None:
                 tensors.append(side.factors)
-                if side.factors.shape[3] // 2 > MOST_RANK:
+                if side.rank > MOST_RANK:
                     return f"it takes low-rank maps of rank {MOST_RANK} at most, not {side.rank}"
-        if static is not None:
-            tensors.append(static)
+        if weights.static is not None:
+            tensors.append(weights.static)
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
             return f"it takes float32, bfloat16 and float16, not {dtype_name(tensor.dtype)}"
-    if len(set(groups_of(inputs))) > 1:
+    if pre is not None and post is not None and pre.groups != post.groups and len(set(groups_of(inputs))) > 1:
         return "there are different groups of heads before and after the softmax"
     if inputs.dropout > 0.0:
         return "it has no dropout"

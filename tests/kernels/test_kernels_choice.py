@@ -149,6 +149,7 @@ def test_a_choice_by_name_that_cannot_run_says_why(change, options, reason):
 
 
 def test_machines_without_triton_or_a_gpu_that_it_compiles_for_are_refused(monkeypatch):
+    monkeypatch.setattr(triton_form, "_why_not_on", triton_form._why_not_on.__wrapped__)  # asks each time
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "no CUDA device" in triton_form._why_not_here("cuda", 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -6,6 +6,7 @@ traced or differentiated, it is called directly; else through `torch.ops.dcforme
 
 import ctypes
 import functools
+import itertools
 import logging
 import math
 import os
@@ -73,28 +74,26 @@ class CPUBackend(Backend):
 
     def projection(self, layer: Any, hidden_states: Tensor, position_embeddings: Any) -> Projected | None:
         """Project a few tokens, whose weights are read once."""
-        (batch, length, _), compose, linear = hidden_states.shape, layer.compose, layer.qkv_proj
+        batch, length, _ = hidden_states.shape
         if torch.is_grad_enabled() or not 0 < batch * length <= FEW_TOKENS or torch.is_autocast_enabled("cpu"):
             return None
+        # Modules and parameters take ten times as long to read as attributes.
+        compose, linear, *norms = [layer._modules.get(name) for name in ("compose", "qkv_proj", "q_norm", "k_norm")]
         if type(compose) is not DCFormerCompose:
             return None
-        activation, query_norm, key_norm = _ACTIVATIONS.get(type(compose.act_fn)), layer.q_norm, layer.k_norm
-        expected = ((compose, None), (linear, nn.Linear), (compose.act_fn, None))
-        if must_run_modules(*expected, (query_norm, DCFormerRMSNorm), (key_norm, DCFormerRMSNorm)):
-            return None
-        if activation is None or compose.rank > MOST_RANK or not compose.slots or _why_no_library():
+        act_fn: Any = compose._modules["act_fn"]
+        expected = ((compose, None), (linear, nn.Linear), (act_fn, None), *((norm, DCFormerRMSNorm) for norm in norms))
+        activation, slots = _ACTIVATIONS.get(type(act_fn)), compose.slots
+        if activation is None or compose.rank > MOST_RANK or not slots or must_run_modules(*expected):
             return None
         cosine, sine = position_embeddings or (None, None)
-        if cosine is not None and cosine.dtype != torch.float32:
+        if _why_no_library() or (cosine is not None and cosine.dtype != torch.float32):
             return None
-        # The look-up of attributes takes ten times as long.
-        parameters, slots, eps = compose._parameters, compose.slots, [compose.norm_eps]
+        parameters = compose._parameters
         hidden, gate = parameters.get("hidden_weight"), parameters.get("gate_weight")
         weights = [hidden, parameters.get("low_rank_weight"), gate]
         weights += [linear._parameters["weight"], linear._parameters["bias"]]
-        for norm in (query_norm, key_norm):
-            weights.append(None if norm is None else norm._parameters["weight"])
-            eps.append(0.0 if norm is None else norm.eps)
+        weights += [None if norm is None else norm._parameters["weight"] for norm in norms]
         views: list[int] = []
         for tensor in (*weights, hidden_states):
             if tensor is None:
@@ -105,32 +104,51 @@ class CPUBackend(Backend):
                 return None
         if hidden is gate is None:
             return None
+        # The hidden states, checked last, have strides that matter, unlike the weights.
+        views[-len(_NO_VIEW) :] = _views(hidden_states, cosine, sine)
         number = 2 * compose.rank * (hidden is not None) + (gate is not None)  # of factors
         heads, key_heads, width = layer.num_heads, layer.num_key_value_heads, layer.head_dim
-        # Factors lie behind the queries of their head; key-wise ones behind keys and values, in rows as a cache has
-        # them, if there are as many heads of those.
-        behind = [slot for slot in slots if slot % 2 == 0 or key_heads != heads]
-        rows = hidden_states.new_zeros(batch, length, heads, width + len(behind) * number).transpose(1, 2)
-        query, *parts = rows.split_with_sizes((width, *[number] * len(behind)), dim=3)
-        factors, packed, states = dict(zip(behind, parts)), {}, []
-        for slot in (1, 3):
-            sizes = (width, number, -number % CACHE_ROW_ALIGNMENT) if slot in slots and slot not in behind else (width,)
-            rows = hidden_states.new_zeros(batch, length, key_heads, sum(sizes)).transpose(1, 2)
-            state, *parts = rows.split_with_sizes(sizes, dim=3)
-            states.append(state)
-            if parts:
-                factors[slot], packed[slot] = parts[0], rows
-        key, value = states
-        # The hidden states, checked last, have strides that matter, unlike the weights.
-        written = query, key, value, *map(factors.get, range(4))
-        views[-len(_NO_VIEW) :] = _views(hidden_states, cosine, sine, *written)
+        # The memory of a head holds a query with its factors, then key and value in rows as a cache has them, each with
+        # its key-wise factors; where key/value heads are fewer, all factors lie behind the query.
+        is_packed = key_heads == heads
+        behind = [slot for slot in slots if slot % 2 == 0 or not is_packed]
+        padding = -number % CACHE_ROW_ALIGNMENT
+        rows = [width + number + padding if is_packed and slot in slots else width for slot in (1, 3)]
+        sizes = [width, *[number] * len(behind)]
+        parts, written = _new_rows(hidden_states, heads, sizes + rows if is_packed else sizes)
+        if not is_packed:
+            of_states = _new_rows(hidden_states, key_heads, rows)
+            parts, written = parts + of_states[0], written + of_states[1]
+        states, state_views = parts[-2:], written[-2:]  # of keys and values
+        factors, factor_views, packed = dict(zip(behind, parts[1:])), dict(zip(behind, written[1:])), {}
+        for stage, slot in enumerate((1, 3)):
+            if is_packed and slot in slots:
+                packed[slot], (address, dtype, _, *strides) = states[stage], state_views[stage]
+                states[stage], factors[slot], _ = packed[slot].split_with_sizes((width, number, padding), dim=3)
+                address += width * hidden_states.element_size()
+                factor_views[slot] = (address, dtype, number, *strides)
+        for view in (written[0], *state_views, *(factor_views.get(slot, _NO_VIEW) for slot in range(4))):
+            views += view
+        eps = (compose.norm_eps, *(0.0 if norm is None else norm.eps for norm in norms))
         shape = batch, length, compose.groups, compose.heads, activation, width, heads, key_heads
         _run("dcformer_project", _PROJECTION, *shape, *eps, *views)
         pre, post = compose.weights_of(factors)
         for slot, composition in ((1, pre), (3, post)):
             if composition is not None and composition.key is not None:
                 composition.key.packed = packed.get(slot)
-        return query, key, value, pre, post
+        return parts[0], states[0], states[1], pre, post
+
+
+def _new_rows(like: Tensor, heads: int, sizes: list[int]) -> tuple[list[Any], list[Any]]:
+    """
+    Rows of zeros for the heads of every token of (batch, length, hidden), divided into parts of these sizes: the parts,
+    (batch, heads, length, size), and their views for the code, which `_views` would take longer to make.
+    """
+    rows = like.new_zeros(*like.shape[:2], heads, sum(sizes)).transpose(1, 2)
+    starts = itertools.accumulate(sizes, initial=0)
+    address, item, dtype, strides = rows.data_ptr(), rows.element_size(), _TYPES[rows.dtype], rows.stride()
+    views = [(address + start * item, dtype, size, *strides) for start, size in zip(starts, sizes)]
+    return [*rows.split_with_sizes(sizes, dim=3)], views
 
 
 def _forward(given: Call, log_sums: Tensor | None = None) -> tuple[Tensor, Any]:

@@ -124,13 +124,18 @@ class TritonBackend(Backend):
 
 @torch.compiler.assume_constant_result
 def _why_not_here(device_type: str, device_index: int | None) -> str | None:
+    return _why_not_on(device_type, device_index, os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@functools.cache  # every layer asks several times
+def _why_not_on(device_type: str, device_index: int | None, is_interpreted: bool) -> str | None:
     """Reasons against the kernels that lie in the machine."""
     version = triton_version()
     if version is None:
         return "Triton is not installed; install it with `pip install triton`"
     if TorchVersion(version) < OLDEST_TRITON:
         return f"Triton {version} is too old; install {OLDEST_TRITON} or later with the torch that brings it"
-    if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if device_type == "cpu" and not is_interpreted:
         return "the tensors are on the CPU, where Triton runs in its slow interpreter only (TRITON_INTERPRET=1)"
     if device_type not in ("cpu", "cuda"):
         return f"the tensors are on {device_type}"
