@@ -23,7 +23,7 @@ from .dcmha import compute_fused
 from .types_dcformer import ComposeSide, ComposeWeights, Weights
 
 
-class DCFormerCompose(nn.Module):
+class ComposeProjection(nn.Module):
     """
     Computes from the input of an attention layer the weights that compose its heads.
 
@@ -200,6 +200,9 @@ class DCFormerCompose(nn.Module):
         return dict(zip(slots, factors.permute(0, 1, 4, 2, 3).unbind(0)))
 
 
+DCFormerCompose = ComposeProjection  # the name in version 0.1
+
+
 def product(states: Tensor, weight: Tensor | None) -> Tensor | None:
     """(batch, length, hidden) by (hidden, group, slot, n): (batch, length, group, slot, n)."""
     return None if weight is None else (states @ weight.flatten(1)).unflatten(2, weight.shape[1:])
@@ -226,7 +229,7 @@ def plain_factors(
     return torch.cat(parts, dim=4).permute(1, 2, 3, 4, 0, 5).flatten(4)
 
 
-def make_compose(config: Any, ranks: int = 1) -> DCFormerCompose | None:
+def make_compose(config: Any, ranks: int = 1) -> ComposeProjection | None:
     """The composition of a layer, or the part of it that one of `ranks` processes computes; None if it is off."""
     if not config.composes_heads:
         return None
@@ -234,7 +237,7 @@ def make_compose(config: Any, ranks: int = 1) -> DCFormerCompose | None:
     options = {name: getattr(config, f"compose_{name}") for name in same}
     options |= {"query_wise": config.compose_query, "key_wise": config.compose_key}
     groups, heads = config.compose_groups // ranks, config.num_attention_heads // ranks
-    return DCFormerCompose(config.hidden_size, heads, groups=groups, **options)
+    return ComposeProjection(config.hidden_size, heads, groups=groups, **options)
 
 
 def pack(states: Tensor, side: ComposeSide | None, width: int = 0) -> Tensor:

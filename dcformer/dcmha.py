@@ -340,11 +340,10 @@ def _checked_inputs(
             continue
         if weights.groups < 1 or heads % weights.groups != 0:
             raise ValueError(f"{name}.groups must divide the {heads} heads, got {weights.groups}.")
-        static, per_group = weights.static, heads // weights.groups
-        if static is not None and static.shape != (weights.groups, per_group, per_group):
+        static, shape = weights.static, [weights.groups, *[heads // weights.groups] * 2]
+        if static is not None and [*static.shape] != shape:
             raise ValueError(
-                f"{name}.static must be (groups, heads per group, heads per group) = "
-                f"{(weights.groups, per_group, per_group)}, got {tuple(static.shape)}."
+                f"{name}.static must be (groups, heads per group, heads per group) = {shape}, got {[*static.shape]}."
             )
         for kind, side, length in (("query", weights.query, queries), ("key", weights.key, keys)):
             if side is not None and side.factors.shape[:3] != (batch, heads, length):
@@ -361,10 +360,8 @@ def _checked_inputs(
         mask = Visibility(queries, keys, **band, padding=padding, dense=dense)
     fits = (mask.query_length, mask.key_length) == (queries, keys)
     fits = fits and (mask.dense is None or mask.dense.shape[1] in (1, heads))
-    for tensor in (mask.padding, mask.dense, mask.sequence_ids):
-        fits = fits and (tensor is None or tensor.shape[0] in (1, batch))
-    if not fits:
-        shapes = [tuple(t.shape) for t in (mask.padding, mask.dense, mask.sequence_ids) if t is not None]
+    shapes = [tuple(t.shape) for t in (mask.padding, mask.dense, mask.sequence_ids) if t is not None]
+    if not fits or any(shape[0] not in (1, batch) for shape in shapes):
         raise ValueError(
             f"The mask must be for {batch} rows, {heads} heads, {queries} queries and {keys} keys, got one for "
             f"{mask.query_length} queries and {mask.key_length} keys with {shapes}."

@@ -23,7 +23,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .compose_dcformer import DCFormerCompose, make_compose, update_cache, widen_cache_rows
+from .compose_dcformer import ComposeProjection, make_compose, update_cache, widen_cache_rows
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from .dcmha import PREFIX, checked_implementation, composed_attention_forward, compute_fused
 from .hub_dcformer import AUTHORS_BUFFERS, ComposingModel, register_model
@@ -220,7 +220,6 @@ class DCFormerAttention(nn.Module):
         """Queries, keys and values, (batch, heads, length, channels), and the weights that compose their heads."""
         pre = post = rotated = None
         compose, device = self.compose, hidden_states.device
-        # Backends compute all of it at once, or parts, where they can.
         uses_kernels = (implementation or self.config._attn_implementation) != f"{PREFIX}plain"
         if uses_kernels and compose is not None:
             fused = compute_fused("projection", device, self, hidden_states, position_embeddings)
@@ -320,7 +319,7 @@ class DCFormerPreTrainedModel(ComposingModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, DCFormerCompose):
+        if isinstance(module, ComposeProjection):
             module.reset_parameters()
 
 

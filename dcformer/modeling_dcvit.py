@@ -32,7 +32,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .compose_dcformer import DCFormerCompose, make_compose
+from .compose_dcformer import ComposeProjection, make_compose
 from .configuration_dcformer import DCFormerConfig
 from .dcmha import PREFIX, checked_implementation, composed_attention_forward
 from .hub_dcformer import ComposingModel, register_model
@@ -154,7 +154,7 @@ class DCViTPreTrainedModel(ComposingModel, ViTPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, DCFormerCompose):
+        if isinstance(module, ComposeProjection):
             module.reset_parameters(identity=self.config.compose_init == "identity")
 
     @classmethod

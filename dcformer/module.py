@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .compose_dcformer import DCFormerCompose
+from .compose_dcformer import ComposeProjection
 from .dcmha import composed_attention
 from .visibility_dcformer import Visibility
 
@@ -34,7 +34,7 @@ class DCMultiheadAttention(nn.Module):
         identity (`bool`, defaults to `False`): Start as plain attention, and learn the composition. False: start with
             the small composition of section 4 of the paper.
         rank, groups, activation, norm_eps, pre, post, query_wise, key_wise, low_rank, gate, static: The composition,
-            see [`DCFormerCompose`].
+            see [`ComposeProjection`].
 
     Example:
 
@@ -81,7 +81,7 @@ class DCMultiheadAttention(nn.Module):
                 raise ValueError(f"{name} must be False, got {value}; the key that it adds has no compose weights.")
         if not 0.0 <= dropout <= 1.0:
             raise ValueError(f"dropout must be between 0 and 1, got {dropout}.")
-        names: Any = DCFormerCompose.__init__.__kwdefaults__
+        names: Any = ComposeProjection.__init__.__kwdefaults__
         if unknown := composition.keys() - (names.keys() - {"key_size"}):
             raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {min(unknown)!r}")
         Visibility(1, 1, sliding_window=sliding_window)  # refuses a window that hides every key
@@ -107,7 +107,7 @@ class DCMultiheadAttention(nn.Module):
         if bias:
             self.in_proj_bias = parameter(3 * embed_dim)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
-        self.compose = DCFormerCompose(embed_dim, num_heads, key_size=kdim, device=device, dtype=dtype, **composition)
+        self.compose = ComposeProjection(embed_dim, num_heads, key_size=kdim, device=device, dtype=dtype, **composition)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

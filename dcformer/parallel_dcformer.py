@@ -24,7 +24,7 @@ if torch.distributed.is_available():
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor.placement_types import _StridedShard
 
-# Of the parameters of `DCFormerCompose`.
+# Of the parameters of `ComposeProjection`.
 DIMENSION_OF_GROUPS = {"hidden_weight": 1, "low_rank_weight": 0, "gate_weight": 1, "static_weight": 1}
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..common.optional import import_optional
-from ..compose_dcformer import DCFormerCompose
+from ..compose_dcformer import ComposeProjection
 from ..plain_dcformer import compose
 from ..types_dcformer import ComposeWeights, Weights, map_tensors
 from .recording import attention_layers, chosen, for_layers, forwards, in_float64
@@ -34,10 +34,10 @@ TABLES = "A table of an analysis"
 
 def composition_in(module: nn.Module | None) -> Any:
     """The composition that a module is or wraps; None if there is none."""
-    return next((part for part in module.modules() if isinstance(part, DCFormerCompose)), None) if module else None
+    return next((part for part in module.modules() if isinstance(part, ComposeProjection)), None) if module else None
 
 
-def branches_of(compose: DCFormerCompose) -> list[str]:
+def branches_of(compose: ComposeProjection) -> list[str]:
     """The branches that a layer has, in the order of `BRANCHES`."""
     weights = {"low_rank": compose.hidden_weight, "gate": compose.gate_weight}
     kinds = [kind for kind, weight in weights.items() if weight is not None]

@@ -11,7 +11,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from ..common.dtypes import dtype_name
-from ..compose_dcformer import DCFormerCompose
+from ..compose_dcformer import ComposeProjection
 from ..modeling_dcformer import DCFormerRMSNorm
 from ..types_dcformer import AttentionInputs, ComposeWeights
 
@@ -22,7 +22,7 @@ MOST_RANK = 8
 _NOTHING = ComposeWeights()
 _ORIGINALS = (
     *(torch._C._nn.linear, torch._C._nn.gelu, torch._C._VariableFunctions.bmm, torch._C._VariableFunctions.tanh),
-    *(functional.rms_norm, nn.Linear.forward, DCFormerRMSNorm.forward, DCFormerCompose.forward),
+    *(functional.rms_norm, nn.Linear.forward, DCFormerRMSNorm.forward, ComposeProjection.forward),
     *(nn.Module.__call__, Tensor.__matmul__),
 )
 DIFFERENTIABLE, TENSORS = 9, 12  # of a call's fields, the first that may have gradients, and all that are no numbers
@@ -144,7 +144,7 @@ def is_traced() -> bool:
         return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
     # What fused code stands for, which others may replace, by an emulated precision for example.
     functions = (functional.linear, functional.gelu, torch.bmm, torch.tanh, functional.rms_norm)
-    methods = (nn.Linear.forward, DCFormerRMSNorm.forward, DCFormerCompose.forward)
+    methods = (nn.Linear.forward, DCFormerRMSNorm.forward, ComposeProjection.forward)
     return (*functions, *methods, nn.Module.__call__, Tensor.__matmul__) != _ORIGINALS
 
 

@@ -26,7 +26,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from ..compose_dcformer import DCFormerCompose, unpack
+from ..compose_dcformer import ComposeProjection, unpack
 from ..dcmha import BACKENDS, composed_attention
 from ..kernels.call import Call
 from ..kernels.triton.backend import MOST_DECODE_QUERIES, decode_op
@@ -193,7 +193,7 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         kv_sharing_target_layer_name: str | None = None,
         *,
         head_dim: int,
-        compose: DCFormerCompose,
+        compose: ComposeProjection,
     ):
         self.num_heads = num_heads
         self.head_size = head_size
@@ -288,12 +288,12 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         return decode_op(*call, key_lengths=batch.lengths, block_table=batch.block_table)
 
 
-def factor_channels(compose: DCFormerCompose) -> int:
+def factor_channels(compose: ComposeProjection) -> int:
     """Channels of the query-wise or key-wise factors of one stage: w1 and w2 of every rank, and the gate."""
     return (compose.hidden_weight is not None) * 2 * compose.rank + (compose.gate_weight is not None)
 
 
-def query_factor_channels(compose: DCFormerCompose) -> list[int]:
+def query_factor_channels(compose: ComposeProjection) -> list[int]:
     """Channels of the query-wise factors before and after the softmax; 0 where there are none."""
     is_composed = [0 in compose.sides and stage in compose.stages for stage in (0, 1)]
     return [factor_channels(compose) * composed for composed in is_composed]
@@ -308,7 +308,7 @@ class ComposedAttention(Attention):
         head_dim: int,
         key_channels: int,
         value_channels: int,
-        compose: DCFormerCompose,
+        compose: ComposeProjection,
         **options: Any,
     ):
         options |= {"attn_backend": ComposedAttentionBackend, "head_dim": head_dim, "compose": compose}

@@ -28,7 +28,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, m
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.sequence import IntermediateTensors
 
-from ..compose_dcformer import DCFormerCompose, make_compose, pack
+from ..compose_dcformer import ComposeProjection, make_compose, pack
 from ..configuration_dcformer import DCFormerConfig
 from ..hub_dcformer import authors_patterns
 from ..modeling_dcformer import DCFormerPreTrainedModel, DCFormerRotaryEmbedding, apply_rotary_pos_emb, at_least_float32
@@ -96,7 +96,7 @@ class DCFormerAttention(nn.Module):
         return self.o_proj(output)[0]
 
 
-def _load_groups_of_this_rank(compose: DCFormerCompose) -> None:
+def _load_groups_of_this_rank(compose: ComposeProjection) -> None:
     """Load only the groups of heads that this process computes."""
     ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
 

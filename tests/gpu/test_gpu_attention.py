@@ -7,7 +7,7 @@ import torch
 from operator_inputs import hold_errors_to_those_of_pytorch, make_inputs
 from tiny_models import random_tokens, tiny_model
 
-from dcformer.compose_dcformer import DCFormerCompose
+from dcformer.compose_dcformer import ComposeProjection
 from dcformer.dcmha import composed_attention, compute_fused, explain_choice
 
 
@@ -70,7 +70,7 @@ def test_kernels_err_at_most_twice_as_much_as_pytorch(dtype, shape, options, dev
 @pytest.mark.parametrize("tokens", [1, 16, 300])
 def test_compose_weights_err_at_most_twice_as_much_as_pytorch(tokens, device):
     """Those of a decoding step, and with gradients those of training."""
-    compose = DCFormerCompose(512, 32, device=device, dtype=torch.bfloat16)
+    compose = ComposeProjection(512, 32, device=device, dtype=torch.bfloat16)
     for parameter in compose.parameters():
         parameter.data = torch.randn_like(parameter) / parameter.shape[2 if parameter.dim() == 5 else 0] ** 0.5
     exact, states = copy.deepcopy(compose).double(), torch.randn(1, tokens, 512, device=device).bfloat16()

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.utils import import_utils
 
 from dcformer import DCMultiheadAttention, compose_dcformer
-from dcformer.compose_dcformer import DCFormerCompose
+from dcformer.compose_dcformer import ComposeProjection
 from dcformer.kernels.cpu import backend as cpu_backend
 from dcformer.kernels.triton import backend as triton_form
 from dcformer.kernels.triton import compose_weights as projection
@@ -86,7 +86,7 @@ def multiplied(launched, monkeypatch):
 
 def make_compose(dtype, hidden_size=HIDDEN, **options):
     """With parameters of a size that every branch shows, which `dtype` holds exactly."""
-    compose = DCFormerCompose(hidden_size, **options, dtype=torch.float64, device=DEVICE)
+    compose = ComposeProjection(hidden_size, **options, dtype=torch.float64, device=DEVICE)
     for name, parameter in compose.named_parameters():
         size = parameter.shape[2 if name == "low_rank_weight" else 0]
         parameter.data = (torch.randn(parameter.shape) / size**0.5).to(DEVICE, dtype).double()
@@ -407,7 +407,7 @@ def test_a_model_that_is_exported_has_no_kernels(launched):
 
 
 def test_backward_hooks_of_an_activation_see_its_gradients(launched):
-    compose, seen = DCFormerCompose(32, 4, device=DEVICE), []
+    compose, seen = ComposeProjection(32, 4, device=DEVICE), []
     compose.reset_parameters()
     compose.act_fn.register_full_backward_hook(lambda *call: seen.append(call))
     pre, _ = compose(torch.randn(1, 3, 32, device=DEVICE, requires_grad=True))

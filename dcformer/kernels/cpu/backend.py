@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import GELUActivation, GELUTanh
 
-from ...compose_dcformer import DCFormerCompose
+from ...compose_dcformer import ComposeProjection
 from ...configuration_dcformer import CACHE_ROW_ALIGNMENT
 from ...dcmha import Backend
 from ...modeling_dcformer import DCFormerRMSNorm
@@ -79,7 +79,7 @@ class CPUBackend(Backend):
             return None
         # Modules and parameters take ten times as long to read as attributes.
         compose, linear, *norms = [layer._modules.get(name) for name in ("compose", "qkv_proj", "q_norm", "k_norm")]
-        if type(compose) is not DCFormerCompose:
+        if type(compose) is not ComposeProjection:
             return None
         act_fn: Any = compose._modules["act_fn"]
         expected = ((compose, None), (linear, nn.Linear), (act_fn, None), *((norm, DCFormerRMSNorm) for norm in norms))
