@@ -1,15 +1,16 @@
 """The commands on checkpoints: `dcformer convert`, `inspect`, `verify` and `card`."""
 
+import functools
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from .options import QUICK_HELP, Debug, Json, PaxConfig, Step, TrainConfig
+from .options import QUICK_HELP, Debug, Json, PaxConfig, Revision, Step, TrainConfig
 from .running import byte_progress, print_line, print_table, running_quietly, status
 
 
@@ -20,81 +21,66 @@ convert_app = typer.Typer(
 _INTERRUPTED = "Interrupted; finished shards or arrays are kept, run the same command to resume."
 _CHECKPOINT = "The checkpoint: a bundled model, a local path, or a bucket or Hub name."
 
-Source = Annotated[str, typer.Argument(metavar="SRC", help=_CHECKPOINT)]
-Target = Annotated[str, typer.Argument(metavar="DST", help="The folder to create.")]
-Dtype = Annotated[
-    Literal["keep", "float32", "bfloat16", "float16"],
-    typer.Option(help="Number type of the written parameters; keep: as in SRC."),
-]
-Tokenizer = Annotated[str | None, typer.Option(help="Tokenizer folder or tokenizer.json to save with the model.")]
-WithCode = Annotated[bool, typer.Option("--with-code", help="Also write the model's code, for trust_remote_code.")]
-ShardSize = Annotated[str, typer.Option(help="Largest size of a weights file, such as 4GB; memory grows with it.")]
-Verify = Annotated[bool, typer.Option(help="Refuse NaN and infinity, and run a short forward pass.")]
-Reference = Annotated[
-    str | None, typer.Option(help="An .npz file with tokens and logits, which the model must reproduce in float32.")
-]
-Tolerance = Annotated[float, typer.Option(help="Largest absolute difference from the reference logits.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace DST if it holds only a converted model.")]
+
+@dataclass(frozen=True, kw_only=True)
+class _Conversion:
+    """The options of all conversions; each dataclass below is the signature of a command."""
+
+    source: Annotated[str, typer.Argument(metavar="SRC", help=_CHECKPOINT)]
+    destination: Annotated[str, typer.Argument(metavar="DST", help="The folder to create.")]
+    force: Annotated[bool, typer.Option("--force", help="Replace DST if it holds only a converted model.")] = False
+    debug: Debug = False
 
 
-@convert_app.command("maxtext")
-def convert_maxtext(
-    source: Source,
-    destination: Target,
-    step: Step = None,
-    train_config: TrainConfig = None,
-    dtype: Dtype = "keep",
-    tokenizer: Tokenizer = None,
-    with_code: WithCode = False,
-    max_shard_size: ShardSize = "2GB",
-    verify: Verify = True,
-    reference_logits: Reference = None,
-    tolerance: Tolerance = 2e-4,
-    force: Force = False,
-    debug: Debug = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _ToTransformers(_Conversion):
+    dtype: Annotated[
+        Literal["keep", "float32", "bfloat16", "float16"],
+        typer.Option(help="Number type of the written parameters; keep: as in SRC."),
+    ] = "keep"
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Tokenizer folder or tokenizer.json to save with the model.")
+    ] = None
+    with_code: Annotated[
+        bool, typer.Option("--with-code", help="Also write the model's code, for trust_remote_code.")
+    ] = False
+    max_shard_size: Annotated[
+        str, typer.Option(help="Largest size of a weights file, such as 4GB; memory grows with it.")
+    ] = "2GB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OfTheAuthors(_ToTransformers):
+    verify: Annotated[bool, typer.Option(help="Refuse NaN and infinity, and run a short forward pass.")] = True
+    reference_logits: Annotated[
+        str | None, typer.Option(help="An .npz file with tokens and logits, which the model must reproduce in float32.")
+    ] = None
+    tolerance: Annotated[float, typer.Option(help="Largest absolute difference from the reference logits.")] = 2e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MaxText(_OfTheAuthors):
     """Convert a MaxText (orbax) checkpoint into a Transformers folder."""
-    _convert("convert_maxtext", **locals())
+
+    step: Step = None
+    train_config: TrainConfig = None
 
 
-@convert_app.command("pax")
-def convert_pax(
-    source: Source,
-    destination: Target,
+@dataclass(frozen=True, kw_only=True)
+class _Pax(_OfTheAuthors):
+    """Convert PAX weights (.npz, .npy files or zarr arrays) into a Transformers folder."""
+
     config: Annotated[
         str, typer.Option(help="The model's config.json, with the authors' keys or those of this package.")
-    ],
-    step: Step = None,
-    dtype: Dtype = "keep",
-    tokenizer: Tokenizer = None,
-    with_code: WithCode = False,
-    max_shard_size: ShardSize = "2GB",
-    verify: Verify = True,
-    reference_logits: Reference = None,
-    tolerance: Tolerance = 2e-4,
-    force: Force = False,
-    debug: Debug = False,
-) -> None:
-    """Convert PAX weights (.npz, .npy files or zarr arrays) into a Transformers folder."""
-    _convert("convert_pax", **locals())
+    ]
+    step: Step = None
 
 
-@convert_app.command("torch")
-def convert_torch(
-    source: Source,
-    destination: Target,
-    dtype: Dtype = "keep",
-    tokenizer: Tokenizer = None,
-    with_code: WithCode = False,
-    max_shard_size: ShardSize = "2GB",
-    verify: Verify = True,
-    reference_logits: Reference = None,
-    tolerance: Tolerance = 2e-4,
-    force: Force = False,
-    debug: Debug = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _Torch(_OfTheAuthors):
     """Convert the authors' torch files, in a folder or on the Hub, into a Transformers folder of this package."""
-    _convert("convert_torch", **locals())
+
+    revision: Revision = None
 
 
 def _numbers(text: str) -> list[int]:
@@ -103,66 +89,61 @@ def _numbers(text: str) -> list[int]:
     return [number for first, _, last in ends for number in range(int(first), int(last or first) + 1)]
 
 
-@convert_app.command("upcycle")
-def upcycle(
-    source: Source,
-    destination: Target,
-    rank: Annotated[int | None, typer.Option(help="Rank of composition.", show_default="2")] = None,
-    groups: Annotated[int | None, typer.Option(help="Groups of heads that compose.", show_default="1")] = None,
+@dataclass(frozen=True, kw_only=True)
+class _Upcycle(_ToTransformers):
+    """Add composition to a pretrained Llama, Mistral, Qwen, SmolLM or GPT-NeoX model (also .gguf), for training."""
+
+    rank: Annotated[int | None, typer.Option(help="Rank of composition.", show_default="2")] = None
+    groups: Annotated[int | None, typer.Option(help="Groups of heads that compose.", show_default="1")] = None
     layers: Annotated[
         Any, typer.Option(parser=_numbers, metavar="0,2-5", help="Layers that compose.", show_default="all")
-    ] = None,
-    composition: Annotated[
-        str | None, typer.Option(help="File of a trained composition, from save_composition.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the new parameters.")] = 0,
-    dtype: Dtype = "keep",
-    tokenizer: Tokenizer = None,
-    with_code: WithCode = False,
-    max_shard_size: ShardSize = "2GB",
-    verify: Annotated[bool, typer.Option(help="Refuse NaN and infinity, and compare logits with SRC's.")] = True,
-    tolerance: Annotated[
-        float, typer.Option(help="Largest difference of logits, relative to the largest logit.")
-    ] = 1e-5,
-    force: Force = False,
-    debug: Debug = False,
-) -> None:
-    """Add composition to a pretrained Llama, Mistral, Qwen, SmolLM or GPT-NeoX model (also .gguf), for training."""
-    _convert("upcycle", **locals())
+    ] = None
+    composition: Annotated[str | None, typer.Option(help="File of a trained composition, from save_composition.")] = (
+        None
+    )
+    seed: Annotated[int, typer.Option(help="Seed of the new parameters.")] = 0
+    verify: Annotated[bool, typer.Option(help="Refuse NaN and infinity, and compare logits with SRC's.")] = True
+    tolerance: Annotated[float, typer.Option(help="Largest difference of logits, relative to the largest logit.")] = (
+        1e-5
+    )
+    revision: Revision = None
 
 
-@convert_app.command("to-maxtext")
-def convert_to_maxtext(
-    source: Source,
-    destination: Target,
-    step: Annotated[int | None, typer.Option(help="Step to write.", show_default="the source's, or 0")] = None,
-    scan_layers: Annotated[bool, typer.Option(help="Stack the layers in one array per parameter.")] = True,
-    layers_per_block: Annotated[int | None, typer.Option(help="Layers in a block.", show_default="as in SRC")] = None,
+@dataclass(frozen=True, kw_only=True)
+class _ToMaxText(_Conversion):
+    """Convert a Transformers folder into a MaxText (orbax) checkpoint."""
+
+    step: Annotated[int | None, typer.Option(help="Step to write.", show_default="the source's, or 0")] = None
+    scan_layers: Annotated[bool, typer.Option(help="Stack the layers in one array per parameter.")] = True
+    layers_per_block: Annotated[int | None, typer.Option(help="Layers in a block.", show_default="as in SRC")] = None
     param_dtype: Annotated[
         Literal["keep", "float32", "bfloat16"], typer.Option(help="Number type of the written arrays.")
-    ] = "keep",
-    fused_qkv: Annotated[bool, typer.Option("--fused-qkv", help="Write one array for query, key and value.")] = False,
-    fused_mlp: Annotated[bool, typer.Option("--fused-mlp", help="Write one array for gate and up.")] = False,
-    approximate: Annotated[bool, typer.Option("--approximate", help="Accept slightly different logits.")] = False,
-    verify: Annotated[bool, typer.Option(help="Refuse NaN and infinity.")] = True,
-    force: Force = False,
-    debug: Debug = False,
-) -> None:
-    """Convert a Transformers folder into a MaxText (orbax) checkpoint."""
-    report = _run("convert_to_maxtext", **locals())
-    _print_end(report, f", step {report.step}: {len(report.arrays)} arrays, ")
+    ] = "keep"
+    fused_qkv: Annotated[bool, typer.Option("--fused-qkv", help="Write one array for query, key and value.")] = False
+    fused_mlp: Annotated[bool, typer.Option("--fused-mlp", help="Write one array for gate and up.")] = False
+    approximate: Annotated[bool, typer.Option("--approximate", help="Accept slightly different logits.")] = False
+    verify: Annotated[bool, typer.Option(help="Refuse NaN and infinity.")] = True
+    revision: Revision = None
 
 
-def _run(function: str, source: str, debug: bool, **arguments: Any) -> Any:
-    with running_quietly(debug, _INTERRUPTED), byte_progress("Converting") as progress:
-        from .. import conversion
-        from ..loading import find_folder
+def _add_command(name: str, function: str, options: type[_Conversion], show: Callable[[Any], None]) -> None:
+    """Add a command that passes the options of a dataclass on to a function of `dcformer.conversion`."""
 
-        return getattr(conversion, function)(find_folder(source), progress=progress, **arguments)
+    @functools.wraps(options, updated=())  # typer reads the signature
+    def run(**given: Any) -> None:
+        arguments = vars(options(**given))
+        with running_quietly(arguments.pop("debug"), _INTERRUPTED), byte_progress("Converting") as progress:
+            from .. import conversion
+            from ..loading import find_folder
+
+            arguments["source"] = find_folder(arguments["source"])
+            report = getattr(conversion, function)(**arguments, progress=progress)
+        show(report)
+
+    convert_app.command(name)(run)
 
 
-def _convert(function: str, **arguments: Any) -> None:
-    report = _run(function, **arguments)
+def _show_model(report: Any) -> None:
     source = report.source
     _print_location(source["format"], source["location"], source["step"], source.get("skipped_steps", {}))
     _print_origins("Configuration", report.origins)
@@ -170,6 +151,10 @@ def _convert(function: str, **arguments: Any) -> None:
         print_table("Arrays not converted", ("reason", "count"), Counter(report.ignored.values()).most_common())
     print_table("Verification", ("check", "result"), report.verification.items())
     _print_end(report, f": {report.resumed_shards} shards resumed, ")
+
+
+def _show_run(report: Any) -> None:
+    _print_end(report, f", step {report.step}: {len(report.arrays)} arrays, ")
 
 
 def _print_end(report: Any, what: str) -> None:
@@ -181,11 +166,19 @@ def _print_end(report: Any, what: str) -> None:
     print_line(f"{report.destination}{what}{speed}")
 
 
+_add_command("maxtext", "convert_maxtext", _MaxText, _show_model)
+_add_command("pax", "convert_pax", _Pax, _show_model)
+_add_command("torch", "convert_torch", _Torch, _show_model)
+_add_command("upcycle", "upcycle", _Upcycle, _show_model)
+_add_command("to-maxtext", "convert_to_maxtext", _ToMaxText, _show_run)
+
+
 def inspect_command(
     path: Annotated[str, typer.Argument(metavar="PATH", help=_CHECKPOINT)],
     step: Step = None,
     train_config: TrainConfig = None,
     config: PaxConfig = None,
+    revision: Revision = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -195,7 +188,9 @@ def inspect_command(
         from ..conversion import inspect_checkpoint
         from ..loading import find_folder
 
-        inspection = inspect_checkpoint(find_folder(path), step=step, train_config=train_config, config=config)
+        inspection = inspect_checkpoint(
+            find_folder(path), step=step, train_config=train_config, config=config, revision=revision
+        )
     if as_json:
         print(json.dumps(inspection.to_dict(), indent=2, default=str), flush=True)
         return
@@ -215,7 +210,7 @@ def inspect_command(
         print_line(f"{inspection.optimizer_arrays} arrays of the optimizer, not opened")
 
 
-def _print_location(format: str, location: str, step: int | None, skipped_steps: dict[str, str]) -> None:
+def _print_location(format: str, location: str, step: int | None, skipped_steps: Mapping[str, str]) -> None:
     """Print which checkpoint was read."""
     print_line(f"{format}, {location}" + ("" if step is None else f", step {step}"))
     for number, reason in skipped_steps.items():

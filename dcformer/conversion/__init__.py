@@ -1,41 +1,45 @@
 """Converting checkpoints between the authors' JAX and torch formats and Transformers folders.
 
-inspection.py                     which format a checkpoint has, and what is in it
-maxtext.py, pax.py, authors_torch.py   a checkpoint of each format as a plan
-mapping.py, plan.py               which array becomes which parameter: the tables and the complete plan
-arrays.py, orbax.py, stores.py    reading: safetensors, torch, NumPy; orbax and zarr; local folders and buckets
-gguf.py, settings.py              reading: GGUF; the JSON and YAML beside weights
-convert.py, writer.py, destination.py, report.py   a plan as a Transformers folder
-to_maxtext.py                     Transformers folders to MaxText checkpoints
-upcycle.py                        pretrained models of other families, with a composition to be trained
-verify.py                         hashes, logits, and whether two checkpoints are the same model
+A conversion goes through these in turn, each of which returns the next:
+
+    Source       the arrays that lie somewhere       arrays.py, orbax.py, stores.py
+    Checkpoint   its model: configuration, layout    maxtext.py, pax.py, authors_torch.py, upcycle.py; mapping.py
+    Files        what goes beside the weights        beside.py
+    Plan         all that will be done               plan.py
+    report       what was done                       convert.py, to_maxtext.py; writer.py, destination.py
+
+gguf.py and settings.py read GGUF files and settings in JSON and YAML, inspection.py tells and describes formats,
+conversion_report.py records, and verify.py checks hashes, logits, and whether two checkpoints are the same model.
 """
 
 from ..common.dtypes import dtype_name
-from .arrays import SourceArray, open_weights
+from .arrays import Source, SourceArray, open_weights
+from .conversion_report import REPORT_FILE, ConversionReport
 from .convert import convert_maxtext, convert_pax, convert_torch, write_model
 from .destination import Destination
 from .inspection import Inspection, detect_format, inspect_checkpoint
-from .plan import Part, Plan, complete
-from .report import REPORT_FILE, ConversionReport
+from .plan import Checkpoint, Files, Layout, Part, Plan, make_plan
 from .to_maxtext import MaxTextReport, convert_to_maxtext
 from .upcycle import upcycle
 from .verify import Comparison, HashCheck, compare, verify_hashes
 
 
 __all__ = [
+    "Checkpoint",
     "Comparison",
     "ConversionReport",
     "Destination",
+    "Files",
     "HashCheck",
     "Inspection",
+    "Layout",
     "MaxTextReport",
     "Part",
     "Plan",
     "REPORT_FILE",
+    "Source",
     "SourceArray",
     "compare",
-    "complete",
     "convert_maxtext",
     "convert_pax",
     "convert_to_maxtext",
@@ -43,6 +47,7 @@ __all__ = [
     "detect_format",
     "dtype_name",
     "inspect_checkpoint",
+    "make_plan",
     "open_weights",
     "upcycle",
     "verify_hashes",

@@ -2,10 +2,11 @@
 
 import math
 import zipfile
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,6 +61,40 @@ class SourceArray:
     def read(self, region: Region | None = None) -> Tensor:
         """The elements of a region, in its shape; `None`: all."""
         return self.load(tuple(slice(*interval) for interval in (self.whole if region is None else region)))
+
+
+@dataclass(frozen=True)
+class Source:
+    """
+    What lies in a checkpoint, whatever model it is of.
+
+    Attributes:
+        format: Such as `"PAX (flat .npz)"`; told more precisely when the model is known.
+        location, step: Where it is, and of which training step.
+        arrays: Every array but those of the training state, by name.
+        stamps: Names, sizes and times of its files.
+        training_state: Names of the arrays of an optimizer, a step counter or random states, which are not opened.
+        other_items: Further items of the same step, which are not read.
+        run: The folder of the run that it is a step of, if it is one.
+        training: Values of the run's training YAML.
+        facts: Further entries of the report's `source`, such as `skipped_steps`: later steps that are not whole.
+    """
+
+    format: str
+    location: str
+    arrays: Mapping[str, SourceArray]
+    stamps: Sequence[Any]
+    step: int | None = None
+    training_state: Sequence[str] = ()
+    other_items: Sequence[str] = ()
+    run: str = ""
+    training: Mapping[Any, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The `source` of a report."""
+        return {"format": self.format, "location": self.location, "step": self.step, **self.facts}
 
 
 def open_weights(folder: str | Path) -> dict[str, SourceArray]:

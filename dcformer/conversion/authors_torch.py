@@ -1,11 +1,13 @@
-"""The authors' torch files to plans: renaming, and joining projections where old files have them split.
+"""The authors' torch files: renaming, and joining projections where old files have them split.
 
 Folders of ours are read in the same way; their tensors keep their names.
 """
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig
@@ -13,9 +15,9 @@ from transformers import PreTrainedConfig
 from ..common.hub import naming_what_is_missing
 from ..configuration_dcformer import AUTHORS_KEYS, DCFormerConfig, DCPythiaConfig
 from ..hub_dcformer import authors_patterns
-from .arrays import SourceArray, file_stamps, open_weights
+from .arrays import Source, SourceArray, file_stamps, open_weights
 from .mapping import axis_sizes, part_offset
-from .plan import Origin, Part, Plan, complete, parameter_shapes
+from .plan import Checkpoint, Layout, Origin, Part, group_parts, parameter_shapes
 from .settings import read_json, refuse_misspelt
 from .stores import refuse_no_folder
 
@@ -34,39 +36,42 @@ _SPLIT = re.compile(r"(layers\.\d+)\.attention\.w([qkv])\.(weight|bias)")
 PARTS = {"q": "query", "k": "key", "v": "value"}
 
 
-def plan_torch(source: str | os.PathLike, *, dtype: str = "keep") -> Plan:
-    """The plan of a folder of the authors' torch files, or of ours; arguments as of [`convert_torch`]."""
+def open_torch(source: str | os.PathLike, **facts: Any) -> Source:
+    """The arrays of a folder of torch or safetensors files, or a name on the Hub; `facts` go into the report."""
     folder = local_folder(source)
-    config, arrays = read_config(folder / "config.json"), open_weights(folder)
+    arrays = open_weights(folder)
+    stamps = file_stamps({Path(array.where) for array in arrays.values()})
+    return Source("torch files", str(folder), arrays, stamps, facts=facts)
+
+
+def read_torch(source: Source) -> Checkpoint:
+    """The model in the authors' torch files, or in ours."""
+    config = read_config(Path(source.location, "config.json"))
     shapes, patterns = parameter_shapes(config), authors_patterns(config.model_type)
-    plan = Plan(
-        config,
-        {},
-        {"format": "torch files", "location": str(folder), "step": None},
-        file_stamps({Path(array.where) for array in arrays.values()}),
-        origins=[Origin(name, value, "config.json") for name, value in sorted(config.to_diff_dict().items())],
-    )
-    entries: list[tuple[str, Part]] = []
-    for name, array in arrays.items():
+    ignored: dict[str, str] = {}
+    parts: list[tuple[str, Part]] = []
+    for name, array in source.arrays.items():
         if reason := next((reason for pattern, reason in _IGNORED.items() if re.search(pattern, name)), None):
-            plan.ignored[name] = reason
-            continue
-        plan.arrays[name] = array
-        if match := _SPLIT.fullmatch(name):
+            ignored[name] = reason
+        elif match := _SPLIT.fullmatch(name):
             layer, letter, kind = match.groups()
-            parameter = f"model.{layer}.self_attn.qkv_proj.{kind}"
-            entries.append((parameter, qkv_part(config, array, letter, kind)))
-            continue
-        parameter = our_name(name, patterns)
-        if array.shape != shapes.get(parameter, array.shape):
-            raise ValueError(f"{name} has shape {array.shape} but {shapes[parameter]} by config.json of {folder}.")
-        entries.append((parameter, Part.all_of(array, transform="as is" if parameter == name else "renamed")))
+            parts.append((f"model.{layer}.self_attn.qkv_proj.{kind}", qkv_part(config, array, letter, kind)))
+        else:
+            parameter = our_name(name, patterns)
+            if array.shape != (shape := shapes.get(parameter, array.shape)):
+                where = f"config.json of {source.location}"
+                raise ValueError(f"{name} has shape {array.shape} but {shape} by {where}.")
+            parts.append((parameter, Part.all_of(array, transform="as is" if parameter == name else "renamed")))
     position = {name: i for i, name in enumerate(shapes)}
-    for parameter, part in sorted(entries, key=lambda entry: (position.get(entry[0], -1), entry[1].offset)):
-        plan.parts[parameter].append(part)
-    are_ours = all(part.transform == "as is" for _, part in entries)
-    plan.source["format"] += ", our names" if are_ours else ", the authors' names"
-    return complete(plan, dtype)
+    parts.sort(key=lambda entry: (position.get(entry[0], -1), entry[1].offset))
+    names = "our names" if all(part.transform == "as is" for _, part in parts) else "the authors' names"
+    source = replace(source, format=f"{source.format}, {names}")
+    return Checkpoint(source, config, origins_of(config, "config.json"), Layout(group_parts(parts), ignored))
+
+
+def origins_of(config: DCFormerConfig, file: str) -> list[Origin]:
+    """The origins of a configuration that a file states."""
+    return [Origin(name, value, file) for name, value in sorted(config.to_diff_dict().items())]
 
 
 def qkv_part(config: DCFormerConfig, array: SourceArray, letter: str, kind: str) -> Part:
@@ -75,15 +80,18 @@ def qkv_part(config: DCFormerConfig, array: SourceArray, letter: str, kind: str)
     return Part.all_of(array, part_offset(PARTS[letter], sizes), f"as its {PARTS[letter]} part")
 
 
-def local_folder(source: str | os.PathLike) -> Path:
-    """The folder (or file) itself, or the download of a name on the Hub."""
+def local_folder(source: str | os.PathLike, revision: str | None = None) -> Path:
+    """The folder (or file) itself, or the download of a branch, tag or commit (`None`: `main`) of a name on the Hub."""
     if Path(source).exists():
+        if revision is not None:
+            raise ValueError(f"revision={revision!r} is of a name on the Hub, not of {str(source)!r}; leave it out.")
         return Path(source)
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
         refuse_no_folder(source)
     patterns = [f"*{ending}" for ending in (".json", ".safetensors", ".bin", ".jinja", ".model", ".txt", ".md", ".py")]
-    with naming_what_is_missing(str(source)):
-        return Path(snapshot_download(str(source), allow_patterns=[*patterns, "LICEN*", "NOTICE*"]))
+    patterns += ["LICEN*", "NOTICE*"]
+    with naming_what_is_missing(str(source), revision):
+        return Path(snapshot_download(str(source), revision=revision, allow_patterns=patterns))
 
 
 def read_config(path: Path) -> DCFormerConfig:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ..common.files import file_lock, find_damage, make_manifest, read_sealed, seal, write_atomically
+from .conversion_report import REPORT_FILE, read_report
 from .plan import UnfitWeightsError, listed
-from .report import REPORT_FILE, read_report
 from .stores import is_remote
 
 

@@ -4,20 +4,23 @@ import math
 import os
 import re
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..common.dtypes import dtype_name
-from .arrays import SourceArray, open_weights
-from .authors_torch import local_folder, plan_torch
-from .maxtext import TRAINING_STATE, plan_maxtext
-from .orbax import open_orbax
-from .pax import PAX_ROOT, open_pax, plan_pax
-from .plan import Origin, Plan
+from .arrays import Source, SourceArray
+from .authors_torch import local_folder, open_torch, read_torch
+from .maxtext import open_maxtext, read_maxtext
+from .pax import PAX_ROOT, open_pax, read_pax
+from .plan import Checkpoint, Origin, make_plan
 from .stores import Store, is_remote
 
 
-def detect_format(path: str | os.PathLike) -> Literal["torch", "pax", "maxtext"]:
+Format = Literal["torch", "pax", "maxtext"]
+
+
+def detect_format(path: str | os.PathLike) -> Format:
     """
     The format of a checkpoint: `"torch"` for a folder with `config.json`, the authors' or ours, `"pax"` or `"maxtext"`.
 
@@ -29,12 +32,11 @@ def detect_format(path: str | os.PathLike) -> Literal["torch", "pax", "maxtext"]
         ValueError: if it is no checkpoint.
     """
     if not is_remote(path):
-        local = local_folder(path)
-        if (local / "config.json").is_file():
+        path = local_folder(path)
+        if (path / "config.json").is_file():
             return "torch"
-        if local.suffix == ".npz" or any(local.glob("*.npy")):
+        if path.suffix == ".npz" or any(path.glob("*.npy")):
             return "pax"
-        path = local
     names = Store(path).names
     if not any(re.search(r"(^|/)(_METADATA|manifest\.ocdbt|\.zarray|zarr\.json)$", name) for name in names):
         raise ValueError(
@@ -44,25 +46,32 @@ def detect_format(path: str | os.PathLike) -> Literal["torch", "pax", "maxtext"]
     return "pax" if any(PAX_ROOT.rstrip(".") in name for name in names) else "maxtext"
 
 
-def open_checkpoint(
-    path: str | os.PathLike,
-    *,
-    step: int | None = None,
-    train_config: str | os.PathLike | None = None,
-    config: str | os.PathLike | None = None,
-) -> Plan:
-    """The plan of any checkpoint; arguments as of [`inspect_checkpoint`]."""
+def open_source(path: str | os.PathLike, step: int | None = None) -> tuple[Format, Source]:
+    """The format of a checkpoint, and what lies in it; arguments as of [`inspect_checkpoint`]."""
     name = detect_format(path)
     if name == "torch":
-        return plan_torch(path)
-    if name == "pax":
-        if config is None:
-            raise ValueError(f"{str(path)!r} is a PAX checkpoint, which needs its configuration: pass --config.")
-        return plan_pax(path, config, step=step)
-    return plan_maxtext(path, step=step, train_config=train_config)
+        return name, open_torch(path)
+    return name, open_pax(path, step) if name == "pax" else open_maxtext(path, step)
 
 
-@dataclass
+def read_model(
+    format: Format,
+    source: Source,
+    *,
+    train_config: str | os.PathLike | None = None,
+    config: str | os.PathLike | None = None,
+) -> Checkpoint:
+    """The model in a source; arguments as of [`inspect_checkpoint`]."""
+    if format == "torch":
+        return read_torch(source)
+    if format == "maxtext":
+        return read_maxtext(source, train_config)
+    if config is None:
+        raise ValueError(f"{source.location!r} is a PAX checkpoint, which needs its configuration: pass --config.")
+    return read_pax(source, config)
+
+
+@dataclass(frozen=True)
 class Inspection:
     """
     Attributes:
@@ -82,15 +91,15 @@ class Inspection:
     format: str
     location: str
     step: int | None
-    tensors: list[SourceArray]
-    optimizer_arrays: int = 0
-    state_arrays: list[str] = field(default_factory=list)
-    total_parameters: int = 0
-    total_bytes: int = 0
-    dtypes: dict[str, int] = field(default_factory=dict)
-    architecture: list[Origin] = field(default_factory=list)
+    tensors: Sequence[SourceArray]
+    optimizer_arrays: int
+    state_arrays: Sequence[str]
+    total_parameters: int
+    total_bytes: int
+    dtypes: Mapping[str, int]
+    architecture: Sequence[Origin] = ()
     note: str = ""
-    skipped_steps: dict[str, str] = field(default_factory=dict)
+    skipped_steps: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The inspection as lists and dictionaries, for JSON."""
@@ -107,6 +116,7 @@ def inspect_checkpoint(
     step: int | None = None,
     train_config: str | os.PathLike | None = None,
     config: str | os.PathLike | None = None,
+    revision: str | None = None,
 ) -> Inspection:
     """
     Describe any checkpoint that this package reads. Only metadata are read, and nothing of the optimizer.
@@ -116,43 +126,35 @@ def inspect_checkpoint(
         step (*optional*): Step of a run folder; `None`: the latest.
         train_config (*optional*): Training YAML of a MaxText run; `None`: `train_config.yml` beside the step.
         config (*optional*): `config.json` of a PAX checkpoint.
+        revision (*optional*): Branch, tag or commit on the Hub; `None`: `main`.
 
     Raises:
         FileNotFoundError: if the path, the step or a configuration does not exist.
         ValueError: if the arrays cannot be listed.
     """
-    source, arrays, training_state = _contents(path, step)
-    tensors = [array for _, array in sorted(arrays.items())]
-    state = [name for name in training_state if name.split(".")[-1] == "step" or "rng" in name]
-    inspection = Inspection(
-        **source,
-        tensors=tensors,
-        optimizer_arrays=len(training_state) - len(state),
-        state_arrays=state,
-        total_parameters=sum(math.prod(tensor.shape) for tensor in tensors),
-        total_bytes=sum(tensor.nbytes for tensor in tensors),
-        dtypes=dict(Counter(dtype_name(tensor.dtype) for tensor in tensors)),
-    )
+    format, source = open_source(path if is_remote(path) else local_folder(path, revision), step)
+    tensors = [array for _, array in sorted(source.arrays.items())]
+    state = [name for name in source.training_state if name.split(".")[-1] == "step" or "rng" in name]
+    origins: Sequence[Origin] = ()
+    note, count = "", sum(math.prod(tensor.shape) for tensor in tensors)
     try:
-        plan = open_checkpoint(path, step=step, train_config=train_config, config=config)
+        plan = make_plan(read_model(format, source, train_config=train_config, config=config))
     except ValueError as error:
-        inspection.note = str(error)
+        note = str(error)
     else:
-        inspection.format, inspection.architecture = plan.source["format"], plan.origins
-        inspection.total_parameters = sum(parameter.numel() for parameter in plan.model_parameters().values())
-    return inspection
-
-
-def _contents(path: str | os.PathLike, step: int | None) -> tuple[dict[str, Any], dict[str, SourceArray], list[str]]:
-    """The place of a checkpoint, its arrays, and the names of its training state, read without knowing the model."""
-    name = detect_format(path)
-    if name == "torch":
-        folder = local_folder(path)
-        return {"format": "torch files", "location": str(folder), "step": None}, open_weights(folder), []
-    if name == "pax":
-        arrays, state, source, _ = open_pax(path, step)
-        return source, arrays, state
-    checkpoint = open_orbax(path, step)
-    state = [name for name in checkpoint.names if name.split(".")[0] in TRAINING_STATE]
-    arrays = checkpoint.open([name for name in checkpoint.names if name not in state])
-    return checkpoint.source("orbax"), arrays, state
+        source, origins = plan.source, plan.origins
+        count = sum(parameter.numel() for parameter in plan.model_parameters.values())
+    return Inspection(
+        source.format,
+        source.location,
+        source.step,
+        tensors,
+        optimizer_arrays=len(source.training_state) - len(state),
+        state_arrays=state,
+        total_parameters=count,
+        total_bytes=sum(tensor.nbytes for tensor in tensors),
+        dtypes=Counter(dtype_name(tensor.dtype) for tensor in tensors),
+        architecture=origins,
+        note=note,
+        skipped_steps=source.facts.get("skipped_steps", {}),
+    )

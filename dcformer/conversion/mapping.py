@@ -8,11 +8,11 @@ Source: the authors' MaxText fork (layers/dcformer.py, dc_attentions.py) and the
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..configuration_dcformer import DCFormerConfig
-from .plan import Part, Plan
+from .plan import Part
 
 
 @dataclass(frozen=True)
@@ -141,13 +141,15 @@ def check_shape(name: str, shape: tuple[int, ...], row: Row, expected: tuple[int
         )
 
 
-def add_parts(
-    plan: Plan, rows: list[Row], array: str, sizes: dict[str, int], layers: Sequence[int], stack_axis: int | None
-) -> None:
-    """Plan the parts of an array by its rows; `layers` are those that it stacks, or the only one that it is of."""
-    for row in rows:
-        for block, prefix in enumerate([f"model.layers.{layer}." for layer in layers] if row.per_layer else [""]):
-            plan.parts[prefix + row.parameter].append(part_for(row, array, sizes, stack_axis, block))
+def parts_of(
+    row: Row, array: str, sizes: dict[str, int], layers: Sequence[int], stack_axis: int | None
+) -> Iterator[tuple[str, Part]]:
+    """
+    Each parameter that a row fills from an array, and the part of the array; `layers` are those that it stacks, or the
+    only one that it is of.
+    """
+    for block, prefix in enumerate([f"model.layers.{layer}." for layer in layers] if row.per_layer else [""]):
+        yield prefix + row.parameter, part_for(row, array, sizes, stack_axis, block)
 
 
 def part_for(row: Row, array: str, sizes: dict[str, int], stack_axis: int | None = None, block: int = 0) -> Part:

@@ -1,27 +1,27 @@
-"""MaxText checkpoints to plans: the architecture (arrays, training YAML, defaults), and where each array goes."""
+"""MaxText checkpoints: the architecture (arrays, training YAML, defaults), and where each array goes."""
 
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..configuration_dcformer import DCFormerConfig
-from .arrays import SourceArray
-from .mapping import MAXTEXT_ROWS, Row, add_parts, array_shape, axis_sizes, check_shape, find_rows, part_offset
+from .arrays import Source, SourceArray
+from .mapping import MAXTEXT_ROWS, Row, array_shape, axis_sizes, check_shape, find_rows, part_offset, parts_of
 from .orbax import open_orbax
-from .plan import UNUSED_FILE, Origin, Plan, complete, listed
+from .plan import UNUSED_FILE, Checkpoint, Layout, Origin, Part, group_parts, listed
 from .settings import read_yaml, refuse_misspelt
+from .stores import Store
 
 
 # Beside the steps of a run; `convert_to_maxtext` writes it.
 TRAIN_CONFIG_FILE = "train_config.yml"
 # Windows of the authors' configurations by the number of layers in a block; None is full attention.
-DEFAULT_WINDOWS = {1: [None], 2: [256, None], 4: [256, None, 256, 256], 8: [256, None, *[256] * 6]}
+_DEFAULT_WINDOWS = {1: [None], 2: [256, None], 4: [256, None, 256, 256], 8: [256, None, *[256] * 6]}
 # Top-level entries of a training state that are not parameters.
-TRAINING_STATE = {"opt_state": "optimizer state", "step": "step counter, in the report"}
-TRAINING_STATE |= dict.fromkeys(("rng", "dropout_rng"), "random state")
+_STATE = {"opt_state": "optimizer state", "step": "step counter, in the report"}
+_STATE |= dict.fromkeys(("rng", "dropout_rng"), "random state")
 _SIZES = ("emb_dim", "mlp_dim", "num_query_heads", "num_kv_heads", "num_decoder_layers")
 # Keys of a training YAML that are read besides those that `_check_against_tree` compares with the arrays, and others of
 # MaxText and its forks that look like them.
@@ -35,7 +35,7 @@ _KNOWN, _JAX = "the checkpoint's arrays", "the authors' JAX code"
 _DEFAULT = "default of the authors' configs; pass --train-config to be sure"
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Entry:
     """One array and the rows of the table that are for it; `block` is None if it stacks the layers."""
 
@@ -45,78 +45,71 @@ class _Entry:
     block: int | None
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Tree:
     """The arrays of the parameters by full name, the length of every axis, and how the layers are stored."""
 
     entries: dict[str, _Entry]
+    sizes: dict[str, int]
+    num_layers: int
     layers_per_block: int
     stack_axis: int | None
-    num_layers: int = 0
-    sizes: dict[str, int] = field(default_factory=dict)
 
     def has(self, suffix: str) -> bool:
         return any(name.endswith(suffix) for name in self.entries)
 
+    @property
+    def static(self) -> dict[str, bool]:
+        """Whether there is a static matrix for each stage."""
+        return {stage: self.has(f"{stage}_proj.w") for stage in ("pre", "post")}
 
-def plan_maxtext(
-    source: str | os.PathLike,
-    *,
-    step: int | None = None,
-    train_config: str | os.PathLike | None = None,
-    dtype: str = "keep",
-) -> Plan:
-    """The plan of a MaxText checkpoint; arguments and errors as of [`convert_maxtext`]."""
-    checkpoint, path, content = open_orbax(source, step), str(train_config), None
-    if train_config is None:
-        path, content = f"{checkpoint.run}/{TRAIN_CONFIG_FILE}", checkpoint.read_beside(TRAIN_CONFIG_FILE)
-    train = {} if train_config is None and content is None else read_yaml(path, content)
-    root = _root(checkpoint.names, checkpoint.location)
-    ignored, names = {f"item {item}/": "another item of the step" for item in checkpoint.other_items}, []
-    for name in checkpoint.names:
-        state = name.split(".")[0]
-        if state in TRAINING_STATE and not (root and name.startswith(root)):
-            ignored[name] = TRAINING_STATE[state]
-        elif name.startswith(root):
-            names.append(name)
-        else:
-            raise ValueError(f"{checkpoint.location} holds {name!r}, neither below {root!r} nor optimizer state.")
-    for key in ("query_wise", "key_wise"):
-        if train.get(key) is False:
-            ignored[f"{key}: false in the training YAML"] = "the authors' JAX code does not read this key"
-    arrays = checkpoint.open(names)
-    tree = _read_tree(arrays, root, checkpoint.location, train.get("param_scan_axis", 1))
-    config, origins = _infer_config(tree, train, path)
-    plan = Plan(
-        config,
-        arrays,
-        checkpoint.source("MaxText") | {"layers_per_block": tree.layers_per_block},
-        checkpoint.store.stamps(checkpoint.folder),
-        ignored=ignored,
-        origins=origins,
+
+def open_maxtext(source: str | os.PathLike, step: int | None = None) -> Source:
+    """The arrays of an orbax checkpoint, of whatever model; arguments and errors as of [`convert_maxtext`]."""
+    return open_orbax(source, step).source("orbax", re.compile(rf"({'|'.join(_STATE)})(\..*)?"))
+
+
+def read_maxtext(source: Source, train_config: str | os.PathLike | None = None) -> Checkpoint:
+    """The model of a MaxText checkpoint; arguments and errors as of [`convert_maxtext`]."""
+    path, train = str(train_config), {}
+    if train_config is not None:
+        train = read_yaml(path)
+    elif source.run and (content := Store(source.run).read(TRAIN_CONFIG_FILE)) is not None:
+        train = read_yaml(path := f"{source.run}/{TRAIN_CONFIG_FILE}", content)
+    tree = _read_tree(source, train.get("param_scan_axis", 1))
+    _check_against_tree(tree, train, path)
+    origins = _infer_config(tree, train, os.path.basename(path))
+    config = DCFormerConfig(**{origin.field: origin.value for origin in origins})
+    known = replace(
+        source,
+        format=source.format.replace("orbax", "MaxText"),
         training=train,
-        beside=Path(checkpoint.run) if checkpoint.run and checkpoint.store.is_local else None,
+        facts={**source.facts, "layers_per_block": tree.layers_per_block},
     )
-    _add_parts(plan, tree)
-    return complete(plan, dtype)
+    return Checkpoint(known, config, origins, _lay_out(tree, config, known))
 
 
-def _root(names: list[str], where: str) -> str:
+def _find_root(source: Source) -> str:
     """The prefix of all parameters, which is that of the embedding."""
-    suffix = MAXTEXT_ROWS[0].array
-    roots = [name[: -len(suffix)] for name in names if name.endswith(suffix) and not name.startswith("opt_state")]
+    suffix, where = MAXTEXT_ROWS[0].array, source.location
+    roots = [name.removesuffix(suffix) for name in source.arrays if name.endswith(suffix)]
     if len(roots) != 1:
+        names = sorted([*source.arrays, *source.training_state])
         raise ValueError(
             f"{where} is not a MaxText DCFormer checkpoint: it has {len(roots)} arrays named {suffix} outside the "
             f"optimizer; it holds {listed(names) or 'nothing'}."
         )
+    for name in source.arrays:
+        if not name.startswith(roots[0]):
+            raise ValueError(f"{where} holds {name!r}, neither below {roots[0]!r} nor optimizer state.")
     return roots[0]
 
 
-def _read_tree(arrays: dict[str, SourceArray], root: str, where: str, stack_axis: int) -> _Tree:
+def _read_tree(source: Source, scan_axis: int) -> _Tree:
     """Sort the arrays into the table and measure the model."""
+    root, where = _find_root(source), source.location
     entries, unknown = {}, []
-    for name, array in arrays.items():
+    for name, array in source.arrays.items():
         below, block = name.removeprefix(root), None
         if in_layer := _IN_LAYER.fullmatch(below):
             block, below = None if in_layer[1] is None else int(in_layer[1]), in_layer[2]
@@ -128,84 +121,82 @@ def _read_tree(arrays: dict[str, SourceArray], root: str, where: str, stack_axis
     if unknown:
         raise ValueError(f"{where} holds arrays that a DCFormer does not have: {listed(sorted(unknown))}.")
     in_layers = [entry for entry in entries.values() if entry.rows[0].per_layer]
-    blocks = {entry.block for entry in in_layers}
-    if not blocks or (None in blocks and len(blocks) > 1):
+    numbered = [entry.block for entry in in_layers if entry.block is not None]
+    if not in_layers or 0 < len(numbered) < len(in_layers):
         raise ValueError(f"{where} must hold either decoder.layers or decoder.layers_0, ..., not both or none.")
     per_block = 1 + max(entry.sub for entry in in_layers)
-    tree = _Tree(entries, per_block, stack_axis if None in blocks else None)
-    _measure(tree)
-    count = tree.sizes["block"] if None in blocks else 1 + max(block for block in blocks if block is not None)
-    tree.num_layers = count * per_block
-    return tree
+    axis = None if numbered else scan_axis
+    sizes = _measure(entries, axis)
+    blocks = 1 + max(numbered) if numbered else sizes["block"]
+    return _Tree(entries, sizes, blocks * per_block, per_block, axis)
 
 
-def _measure(tree: _Tree) -> None:
+def _measure(entries: Mapping[str, _Entry], stack_axis: int | None) -> dict[str, int]:
     """Read the length of every axis off the shapes; whether all agree is checked when the configuration is known."""
-    for name, entry in tree.entries.items():
+    sizes: dict[str, int] = {}
+    for name, entry in entries.items():
         axes, shape = entry.rows[0].axes.split(), entry.array.shape
-        if entry.rows[0].per_layer and tree.stack_axis is not None:
-            axes.insert(tree.stack_axis, "block")
+        if entry.rows[0].per_layer and stack_axis is not None:
+            axes.insert(stack_axis, "block")
         if len(axes) != len(shape):
             raise ValueError(f"{name} has shape {shape} instead of {len(axes)} axes ({', '.join(axes)}).")
         for axis, size in zip(axes, shape):
-            tree.sizes.setdefault(axis, size)
-    if "head" not in tree.sizes:
+            sizes.setdefault(axis, size)
+    if "head" not in sizes:
         raise ValueError("There is no attention below decoder; it may be of another architecture.")
-    lost = [name for name in _DYNAMIC if not tree.has(name)]
+    lost = [suffix for suffix in _DYNAMIC if not any(name.endswith(suffix) for name in entries)]
     if 0 < len(lost) < len(_DYNAMIC):
         raise ValueError(f"The dynamic composition is incomplete: no layer has {', '.join(lost)}.")
+    return sizes
 
 
-def _infer_config(tree: _Tree, train: dict[str, Any], path: str) -> tuple[DCFormerConfig, list[Origin]]:
-    """
-    The configuration with the semantics of the JAX run, and where each value comes from; `train` holds the values of
-    the training YAML, and must agree with the arrays.
-    """
-    sizes, file = tree.sizes, os.path.basename(path)
-    origins: list[Origin] = []
+def _infer_config(tree: _Tree, train: Mapping[str, Any], file: str) -> list[Origin]:
+    """The configuration with the semantics of the JAX run, by the arrays, the values of the training YAML, defaults."""
+    sizes, n = tree.sizes, tree.layers_per_block
 
-    def put(name: str, value: Any, origin: str, is_default: bool = False) -> None:
-        origins.append(Origin(name, value, origin, is_default))
+    def known(values: Mapping[str, Any]) -> list[Origin]:
+        return [Origin(name, value, _KNOWN) for name, value in values.items()]
 
-    def choose(name: str, key: str, default: Any, read: Callable[[Any], Any] = lambda value: value) -> None:
+    def choose(name: str, key: str, default: Any, read: Callable[[Any], Any] = lambda value: value) -> Origin:
         if key in train:
-            put(name, read(train[key]), f"{key} in {file}")
-        else:
-            put(name, default, _DEFAULT, True)
+            return Origin(name, read(train[key]), f"{key} in {file}")
+        return Origin(name, default, _DEFAULT, True)
 
-    _check_against_tree(tree, train, path)
-    put("vocab_size", sizes["vocab"], _KNOWN)
-    put("hidden_size", sizes["embed"], _KNOWN)
-    put("intermediate_size", sizes["mlp"], _KNOWN)
-    put("num_hidden_layers", tree.num_layers, _KNOWN)
-    put("num_attention_heads", sizes["head"], _KNOWN)
-    put("num_key_value_heads", sizes.get("kv_head", sizes["head"]), _KNOWN)
-    put("head_dim", sizes["channel"], _KNOWN)
-    put("qk_norm", tree.has("q_norm.scale"), _KNOWN)
-    put("tie_word_embeddings", not tree.has("logits_dense.kernel"), _KNOWN)
-    windows, origin, is_default = _windows(tree, train, file)
-    layer_types = ["full_attention" if window is None else "sliding_attention" for window in windows]
-    put("sliding_window", next((window for window in windows if window is not None), None), origin, is_default)
-    put("layer_types", layer_types * (tree.num_layers // tree.layers_per_block), origin, is_default)
-    # YAML takes 1e-5 for text.
-    choose("norm_eps", "normalization_layer_epsilon", 1e-5, float)
-    put("qk_norm_eps", origins[-1].value, "as norm_eps: the JAX code has one epsilon for both")
-    put("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0}, _JAX)
-    choose("max_position_embeddings", "max_target_length", 2048, _longest_input)
-    if tree.has("dyn_w_proj.qkw"):
-        put("compose_rank", sizes["two_ranks"] // 2, _KNOWN)
-        put("compose_groups", sizes["group"], _KNOWN)
-    put("compose_low_rank", tree.has("dyn_w_proj.qkw"), _KNOWN)
-    put("compose_gate", tree.has("dyn_w_proj.dd.kernel"), _KNOWN)
-    static = {stage: tree.has(f"{stage}_proj.w") for stage in ("pre", "post")}
-    put("compose_static", any(static.values()), _KNOWN)
-    for stage, is_there in static.items():
-        if any(static.values()):
-            put(f"compose_{stage}", is_there, _KNOWN)
-        else:
-            choose(f"compose_{stage}", f"{stage}_compose", True)
-    put("compose_activation", "gelu_pytorch_tanh", _JAX)
-    return DCFormerConfig(**{origin.field: origin.value for origin in origins}), origins
+    windows = choose("sliding_window", "window_size", _DEFAULT_WINDOWS.get(n), lambda windows: windows or [None])
+    _check_windows(windows.value, n)
+    layer_types = ["full_attention" if window is None else "sliding_attention" for window in windows.value]
+    window = next((window for window in windows.value if window is not None), None)
+    eps = choose("norm_eps", "normalization_layer_epsilon", 1e-5, float)  # YAML takes 1e-5 for text
+    is_low_rank, is_static = tree.has("dyn_w_proj.qkw"), any(tree.static.values())
+    ranks = {"compose_rank": sizes["two_ranks"] // 2, "compose_groups": sizes["group"]} if is_low_rank else {}
+    stages = known({f"compose_{stage}": is_there for stage, is_there in tree.static.items()})
+    if not is_static:
+        stages = [choose(f"compose_{stage}", f"{stage}_compose", True) for stage in tree.static]
+    return [
+        *known(
+            {
+                "vocab_size": sizes["vocab"],
+                "hidden_size": sizes["embed"],
+                "intermediate_size": sizes["mlp"],
+                "num_hidden_layers": tree.num_layers,
+                "num_attention_heads": sizes["head"],
+                "num_key_value_heads": sizes.get("kv_head", sizes["head"]),
+                "head_dim": sizes["channel"],
+                "qk_norm": tree.has("q_norm.scale"),
+                "tie_word_embeddings": not tree.has("logits_dense.kernel"),
+            }
+        ),
+        replace(windows, value=window),
+        replace(windows, field="layer_types", value=layer_types * (tree.num_layers // n)),
+        eps,
+        Origin("qk_norm_eps", eps.value, "as norm_eps: the JAX code has one epsilon for both"),
+        Origin("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0}, _JAX),
+        choose("max_position_embeddings", "max_target_length", 2048, _longest_input),
+        *known(ranks | {"compose_low_rank": is_low_rank, "compose_gate": tree.has("dyn_w_proj.dd.kernel")}),
+        *known({"compose_static": is_static}),
+        *stages,
+        Origin("compose_activation", "gelu_pytorch_tanh", _JAX),
+    ]
 
 
 def _longest_input(length: int) -> int:
@@ -213,32 +204,26 @@ def _longest_input(length: int) -> int:
     return length - 1 if length > 3 and (length - 1) & (length - 2) == 0 else length
 
 
-def _windows(tree: _Tree, train: dict[str, Any], file: str) -> tuple[list[int | None], str, bool]:
-    """Window of every layer of a block (None: full attention), where they come from, and whether by default."""
-    n = tree.layers_per_block
-    if "window_size" in train:
-        windows, origin, is_default = train["window_size"] or [None], f"window_size in {file}", False
-    elif n in DEFAULT_WINDOWS:
-        windows, origin, is_default = DEFAULT_WINDOWS[n], _DEFAULT, True
-    else:
+def _check_windows(windows: Any, n: int) -> None:
+    """Raise ValueError unless these can be the windows of a block of n layers; None is full attention."""
+    if windows is None:
         raise ValueError(f"Blocks of {n} layers have no default windows; pass --train-config with window_size.")
     if not isinstance(windows, list) or len(windows) != n or len({w for w in windows if w is not None}) > 1:
         raise ValueError(
             f"window_size must list one window length or null for each of the {n} layers of a block, with a single "
             f"length in all, got {windows!r}."
         )
-    return windows, origin, is_default
 
 
-def _check_against_tree(tree: _Tree, train: dict[str, Any], path: str) -> None:
+def _check_against_tree(tree: _Tree, train: Mapping[str, Any], path: str) -> None:
     """Raise ValueError unless the YAML is that of this run, by its sizes and layout, and has no misspelt key."""
-    sizes = tree.sizes
+    sizes, is_scanned = tree.sizes, tree.stack_axis is not None
     facts: dict[str, Any] = {
         "vocab_size": sizes["vocab"],
         "head_dim": sizes["channel"],
         "num_layers_per_block": tree.layers_per_block,
         "qk_norm": tree.has("q_norm.scale"),
-        "scan_layers": tree.stack_axis is not None,
+        "scan_layers": is_scanned,
         "logits_via_embedding": not tree.has("logits_dense.kernel"),
         "fused_qkv": tree.has("qkv_proj.kernel"),
         "fused_mlp": tree.has(".wi.kernel"),
@@ -253,13 +238,11 @@ def _check_against_tree(tree: _Tree, train: dict[str, Any], path: str) -> None:
         "num_query_heads": sizes["head"],
         "num_kv_heads": sizes.get("kv_head", sizes["head"]),
         # Without a scan, MaxText counts blocks here.
-        "num_decoder_layers": tree.num_layers // (1 if tree.stack_axis is not None else tree.layers_per_block),
+        "num_decoder_layers": tree.num_layers // (1 if is_scanned else tree.layers_per_block),
     }
-    facts |= {f"base_{name}": facts[name] for name in _SIZES}
-    refuse_misspelt(train, _READ | facts.keys(), _ALIKE, path)
-    if train.get("global_parameter_scale", 1) != 1:
-        facts = {key: fact for key, fact in facts.items() if not key.startswith("base_")}
-    for key, fact in facts.items():
+    based = {f"base_{name}": facts[name] for name in _SIZES}
+    refuse_misspelt(train, _READ | facts.keys() | based.keys(), _ALIKE, path)
+    for key, fact in (facts | (based if train.get("global_parameter_scale", 1) == 1 else {})).items():
         value = train.get(key)
         if value is not None and value != fact:
             raise ValueError(
@@ -274,16 +257,16 @@ def _check_against_tree(tree: _Tree, train: dict[str, Any], path: str) -> None:
         )
 
 
-def _check_composition(tree: _Tree, train: dict[str, Any]) -> None:
+def _check_composition(tree: _Tree, train: Mapping[str, Any]) -> None:
     """The arrays of the composition must be those that the switches of the YAML ask for."""
-    static = {stage: tree.has(f"{stage}_proj.w") for stage in ("pre", "post")}
+    is_static = any(tree.static.values())
     keys = ("static_proj", "pre_compose", "post_compose")
     switches = {key: train[key] for key in keys if train.get(key) is not None}
     wrong = []
-    for stage, is_there in static.items():
+    for stage, is_there in tree.static.items():
         # JAX has no static matrix for a stage that is off.
-        composes = switches.get(f"{stage}_compose", is_there or not any(static.values()))
-        if is_there != (composes and switches.get("static_proj", any(static.values()))):
+        composes = switches.get(f"{stage}_compose", is_there or not is_static)
+        if is_there != (composes and switches.get("static_proj", is_static)):
             wrong.append(f"{'has' if is_there else 'lacks'} {stage}_proj.w")
     if not tree.has("dyn_w_proj.qkw") and (switches.get("pre_compose") or switches.get("post_compose")):
         wrong += [f"lacks {name}" for name in _DYNAMIC]
@@ -294,24 +277,34 @@ def _check_composition(tree: _Tree, train: dict[str, Any]) -> None:
         )
 
 
-def _add_parts(plan: Plan, tree: _Tree) -> None:
+def _lay_out(tree: _Tree, config: DCFormerConfig, source: Source) -> Layout:
     """Every part, parameter kind by parameter kind, so that parameters of one array are written together."""
-    config, sizes, n = plan.config, axis_sizes(plan.config), tree.layers_per_block
+    sizes, n = axis_sizes(config), tree.layers_per_block
+    ignored = {f"item {item}/": "another item of the step" for item in source.other_items}
+    ignored |= {name: _STATE[name.split(".")[0]] for name in source.training_state}
+    for key in ("query_wise", "key_wise"):
+        if source.training.get(key) is False:
+            ignored[f"{key}: false in the training YAML"] = "the authors' JAX code does not read this key"
+    parts: list[tuple[str, Part]] = []
     order = {row: position for position, row in enumerate(MAXTEXT_ROWS)}
-    for name, entry in sorted(tree.entries.items(), key=lambda item: (order[item[1].rows[0]], item[1].sub, item[0])):
-        if not config.composes_heads and ".AttentionOp_0." in name:
-            plan.unused.append(name)
-            plan.ignored[name] = (
-                f"pre_compose and post_compose are off; kept in {UNUSED_FILE} for conversion back to MaxText"
-            )
-            continue
-        expected = array_shape(entry.rows[0], sizes, tree.stack_axis, tree.num_layers // n)
-        check_shape(name, entry.array.shape, entry.rows[0], expected, plan.source["location"])
-        layers = range(entry.sub, tree.num_layers, n) if entry.block is None else [entry.block * n + entry.sub]
-        add_parts(plan, entry.rows, name, sizes, layers, tree.stack_axis)
-    if config.composes_heads and config.compose_static and not (config.compose_pre and config.compose_post):
-        # JAX has no static matrix for a stage that is off; ours holds both, and never reads that one.
-        half = part_offset("post", sizes)
-        for layer in range(config.num_hidden_layers):
-            name = f"model.layers.{layer}.self_attn.compose.static_weight"
-            plan.zeros[name] = (half, 2 * half) if config.compose_pre else (0, half)
+    entries = sorted(tree.entries.items(), key=lambda item: (order[item[1].rows[0]], item[1].sub, item[0]))
+    unused = [name for name, _ in entries if not config.composes_heads and ".AttentionOp_0." in name]
+    why = f"pre_compose and post_compose are off; kept in {UNUSED_FILE} for conversion back to MaxText"
+    for name, entry in entries:
+        if name not in unused:
+            expected = array_shape(entry.rows[0], sizes, tree.stack_axis, tree.num_layers // n)
+            check_shape(name, entry.array.shape, entry.rows[0], expected, source.location)
+            layers = range(entry.sub, tree.num_layers, n) if entry.block is None else [entry.block * n + entry.sub]
+            for row in entry.rows:
+                parts += parts_of(row, name, sizes, layers, tree.stack_axis)
+    parts += [(name, Part.all_of(source.arrays[name])) for name in unused]
+    return Layout(group_parts(parts), ignored | dict.fromkeys(unused, why), _zeros(config, sizes), unused)
+
+
+def _zeros(config: DCFormerConfig, sizes: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """JAX has no static matrix for a stage that is off; ours holds both, and never reads that one."""
+    if not config.composes_heads or not config.compose_static or (config.compose_pre and config.compose_post):
+        return {}
+    half = part_offset("post", sizes)
+    where = (half, 2 * half) if config.compose_pre else (0, half)
+    return {f"model.layers.{layer}.self_attn.compose.static_weight": where for layer in range(config.num_hidden_layers)}

@@ -9,7 +9,8 @@ or item ends in `.orbax-checkpoint-tmp`; where it writes `commit_success.txt`, a
 import json
 import os
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..common.files import check_relative
-from .arrays import SourceArray, from_numpy
+from .arrays import Source, SourceArray, from_numpy
 from .plan import listed
 from .settings import naming
 from .stores import Store, import_tensorstore, reading
@@ -35,7 +36,7 @@ _CONTAINERS = ("Dict", "None", "List", "Tuple")
 _EMBEDDINGS = ("token_embedder", "embedding_lookup")
 
 
-@dataclass
+@dataclass(frozen=True)
 class OrbaxItem:
     """
     One item of one step.
@@ -55,8 +56,8 @@ class OrbaxItem:
     step_folder: str = ""
     prefix: str = ""
     step: int | None = None
-    other_items: list[str] = field(default_factory=list)
-    skipped_steps: dict[str, str] = field(default_factory=dict)
+    other_items: Sequence[str] = ()
+    skipped_steps: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -110,35 +111,39 @@ class OrbaxItem:
     def has_parameters(self) -> bool:
         return any(part in name for name in self.names for part in _EMBEDDINGS)
 
-    def source(self, kind: str) -> dict[str, Any]:
-        """The origin of the arrays, for a report."""
+    def source(self, kind: str, training_state: re.Pattern[str]) -> Source:
+        """The arrays as a checkpoint of a kind, without those of the training state, known by their names."""
         stored = f"{'OCDBT, ' if self.is_ocdbt else ''}{'zarr 3' if 'zarr3' in self._drivers.values() else 'zarr 2'}"
-        source: dict[str, Any] = {"format": f"{kind} ({stored})", "location": self.location, "step": self.step}
-        return source | ({"skipped_steps": self.skipped_steps} if self.skipped_steps else {})
+        state = [name for name in self.names if training_state.fullmatch(name)]
+        return Source(
+            f"{kind} ({stored})",
+            self.location,
+            self.open([name for name in self.names if name not in state]),
+            self.store.stamps(self.folder),
+            self.step,
+            state,
+            self.other_items,
+            self.run,
+            facts={"skipped_steps": self.skipped_steps} if self.skipped_steps else {},
+        )
 
     def open(self, names: list[str]) -> dict[str, SourceArray]:
         """Arrays by name. Only their metadata are read."""
-        tensorstore = import_tensorstore()
-        opening = {}
-        for name in names:
-            spec = {"driver": self._drivers.get(name, "zarr"), "kvstore": self._spec(f"{name}/")}
-            opening[name] = tensorstore.open(spec, read=True)
-        opened, arrays = {}, {}
-        for name, future in opening.items():
-            with reading(f"{name} in {self.location}"):
-                opened[name] = future.result()
+        specs = {name: {"driver": self._drivers.get(name, "zarr"), "kvstore": self._spec(f"{name}/")} for name in names}
+        opened = dict(self._results({name: import_tensorstore().open(spec, read=True) for name, spec in specs.items()}))
         counting = {name: array.storage_statistics(query_fully_stored=True) for name, array in opened.items()}
-        for name, future in counting.items():
-            with reading(f"{name} in {self.location}"):
-                is_whole = future.result().fully_stored
-            if not is_whole and self._declared[1]:
+        arrays = {}
+        for name, statistics in self._results(counting):
+            if not statistics.fully_stored and self._declared[1]:
                 raise ValueError(f"Chunks of {name} in {self.location} are missing; copy the checkpoint again.")
-            arrays[name] = self._array(name, opened[name], is_whole)
+            arrays[name] = self._array(name, opened[name], statistics.fully_stored)
         return arrays
 
-    def read_beside(self, file: str) -> bytes | None:
-        """The content of a file beside the step, None if there is none or the item lies in no step."""
-        return Store(self.run).read(file) if self.run else None
+    def _results(self, futures: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        for name, future in futures.items():
+            with reading(f"{name} in {self.location}"):
+                result = future.result()
+            yield name, result
 
     def _array(self, name: str, array: Any, is_whole: bool) -> SourceArray:
         dtype = getattr(torch, array.dtype.name, None)
@@ -186,10 +191,9 @@ def open_orbax(location: str | os.PathLike, step: int | None = None) -> OrbaxIte
             skipped[number] = "it holds no parameters"
             continue
         chosen = chosen or candidates[0]
-        chosen.other_items = [item.name for item in candidates if item is not chosen]
-        if number is not None and step is None:
-            chosen.skipped_steps = {str(n): skipped[n] for n in sorted(skipped) if n > number}
-        return chosen
+        others = [item.name for item in candidates if item is not chosen]
+        later = [n for n in sorted(skipped) if n > number] if number is not None and step is None else []
+        return replace(chosen, other_items=others, skipped_steps={str(n): skipped[n] for n in later})
     raise ValueError(f"{str(location)!r} has no complete step: {skipped}.")
 
 
@@ -211,11 +215,10 @@ def _find_items(store: Store) -> tuple[list[OrbaxItem], set[int]]:
         if folder.rsplit("/", 1)[-1].startswith("ocdbt.process_"):
             continue
         item = OrbaxItem(store, f"{folder}/" if folder else "")
-        parts = item.location.split("/")
-        for end in (len(parts), len(parts) - 1):
-            if match := _STEP.fullmatch(parts[end - 1]):
-                item.run, item.step_folder = "/".join(parts[: end - 1]), "/".join(parts[:end])
-                item.prefix, item.step = match[1] or "", int(match[2])
+        parent, _, last = item.location.rpartition("/")
+        for run, name in ((parent, last), parent.rpartition("/")[::2]):
+            if match := _STEP.fullmatch(name):
+                item = replace(item, run=run, step_folder=f"{run}/{name}", prefix=match[1] or "", step=int(match[2]))
                 break
         items.append(item)
     return items, unfinished

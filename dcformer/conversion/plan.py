@@ -4,21 +4,23 @@ All layout differences (fused projections, transposed kernels, stacked layers) c
 array whose axes are put into another order. It works both ways: `to_parameter` and `from_parameter` are inverses.
 """
 
+import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from ..common.dtypes import dtype_name
 from ..configuration_dcformer import DCFormerConfig
 from ..modeling_dcformer import DCFormerForCausalLM, DCPythiaForCausalLM
-from .arrays import Region, SourceArray
+from .arrays import Region, Source, SourceArray
 
 
 # Arrays that the model has no use for, kept for the conversion back to MaxText.
@@ -81,59 +83,95 @@ class Part:
         values = values.permute([self.order.index(axis) for axis in sorted(self.order)])
         return values.reshape([stop - start for start, stop in self.region])
 
+    def within(self, region: Region) -> tuple[slice, ...]:
+        """Where the part lies in the values of a larger region of its array."""
+        return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(self.region, region))
 
-@dataclass
-class Plan:
+
+@dataclass(frozen=True)
+class Layout:
     """
-    All that a conversion will do.
+    Where the arrays of a source go.
 
     Attributes:
-        config: Configuration of the model that results.
-        arrays: Source arrays that are read, by name.
-        source: For the report: `format`, `location`, `step`, and `skipped_steps` if later steps are not whole.
-        stamps: Names, sizes and times of the source's files.
         parts: The parts that fill each parameter, by its name, in the order of writing.
+        ignored: What is not read, with the reason.
         zeros: Elements (start, stop) of a parameter that no array fills because the model never reads them.
-        ignored: Source arrays that are not read, with the reason.
-        unused: Source arrays that the model has no use for but that are kept in [`UNUSED_FILE`].
-        origins: Where each value of the configuration comes from.
-        training: Values of the run's training YAML, for the model card.
-        generation: Content of the source's generation_config.json, if it states how to generate.
-        beside: Local folder whose tokenizer and licence come along, if there is one.
-        stated: Fields of the configuration that the source states, which that tokenizer does not replace.
-        check: Further check of the finished folder; returns its results by name, raises ValueError if it fails.
-        parameters: Every tensor to write, by name, without memory (on the device `meta`); [`complete`] fills it in.
+        unused: Arrays that the model has no use for but that are kept in [`UNUSED_FILE`]; they have parts too.
     """
 
+    parts: Mapping[str, Sequence[Part]]
+    ignored: Mapping[str, str] = field(default_factory=dict)
+    zeros: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    unused: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A source whose model is known: its configuration, where each value comes from, and the layout of the arrays."""
+
+    source: Source
     config: DCFormerConfig
-    arrays: dict[str, SourceArray]
-    source: dict[str, Any]
-    stamps: list = field(default_factory=list)
-    parts: dict[str, list[Part]] = field(default_factory=lambda: defaultdict(list))
-    zeros: dict[str, tuple[int, int]] = field(default_factory=dict)
-    ignored: dict[str, str] = field(default_factory=dict)
-    unused: list[str] = field(default_factory=list)
-    origins: list[Origin] = field(default_factory=list)
-    training: dict[str, Any] = field(default_factory=dict)
+    origins: Sequence[Origin]
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Files:
+    """
+    What goes beside the weights.
+
+    Attributes:
+        tokenizer: The tokenizer to save.
+        generation: Content of generation_config.json; `None`: it follows from the configuration.
+        licences: Files to copy.
+        token_ids: Special tokens that replace those of the configuration.
+        origins: Where they come from.
+    """
+
+    tokenizer: PreTrainedTokenizerBase | None = None
     generation: bytes | None = None
-    beside: Path | None = None
-    stated: set[str] = field(default_factory=set)
-    check: Callable[[Path], dict[str, str]] | None = None
-    parameters: dict[str, Tensor] = field(default_factory=dict)
+    licences: Sequence[Path] = ()
+    token_ids: Mapping[str, int | list[int]] = field(default_factory=dict)
+    origins: Sequence[Origin] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """
+    All that a conversion will do, from [`make_plan`].
+
+    Attributes:
+        source, layout: What is read, and where it goes.
+        config, origins: Configuration of the model that results, and where each value comes from.
+        files: What goes beside the weights.
+        parameters: Every tensor to write, by name, without memory (on the device `meta`).
+    """
+
+    source: Source
+    layout: Layout
+    config: DCFormerConfig
+    origins: Sequence[Origin]
+    files: Files
+    parameters: Mapping[str, Tensor]
+
+    @property
+    def model_parameters(self) -> dict[str, Tensor]:
+        """The parameters of the model, without arrays that it does not use."""
+        return {name: parameter for name, parameter in self.parameters.items() if name not in self.layout.unused}
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """The identity of a conversion, which changes if a resumed run would convert something else."""
+        source = {key: value for key, value in self.source.record.items() if key != "skipped_steps"}
+        parameters = {name: [spec.shape, str(spec.dtype)] for name, spec in self.parameters.items()}
+        config = self.config.to_dict()
+        return {"source": source, "stamps": self.source.stamps, "config": config, "parameters": parameters}
 
     def source_bytes(self, names: Iterable[str]) -> int:
         """Bytes that are read for parameters."""
-        return sum(part.size * self.arrays[part.array].dtype.itemsize for name in names for part in self.parts[name])
-
-    def model_parameters(self) -> dict[str, Tensor]:
-        """The parameters of the model, without arrays that it does not use."""
-        return {name: parameter for name, parameter in self.parameters.items() if name not in self.unused}
-
-    def fingerprint(self) -> dict[str, Any]:
-        """The identity of a conversion, which changes if a resumed run would convert something else."""
-        source = {key: value for key, value in self.source.items() if key != "skipped_steps"}
-        parameters = {name: [spec.shape, str(spec.dtype)] for name, spec in self.parameters.items()}
-        return {"source": source, "stamps": self.stamps, "config": self.config.to_dict(), "parameters": parameters}
+        parts = [part for name in names for part in self.layout.parts[name]]
+        return sum(part.size * self.source.arrays[part.array].dtype.itemsize for part in parts)
 
     def read(
         self, names: Iterable[str], note: Callable[[str, Part, Tensor, float], None] = lambda *_: None
@@ -152,14 +190,14 @@ class Plan:
         tensors = {name: torch.zeros_like(self.parameters[name], device="cpu") for name in names}
         by_array: dict[str, list[tuple[str, Part]]] = defaultdict(list)
         for name in tensors:
-            for part in self.parts[name]:
+            for part in self.layout.parts[name]:
                 by_array[part.array].append((name, part))
         for array, needed in by_array.items():
             # A stored chunk often holds all layers of a stack: read all that is needed of it at once.
             region = joint_region(part for _, part in needed)
-            stored = self.arrays[array].read(region)
+            stored = self.source.arrays[array].read(region)
             for name, part in needed:
-                values = stored[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part.region, region))]
+                values = stored[part.within(region)]
                 exact = part.to_parameter(values)
                 target = tensors[name].view(-1)[part.offset : part.offset + part.size].view(part.shape).copy_(exact)
                 note(name, part, values, _rounding_error(exact, target, array))
@@ -194,11 +232,14 @@ def _rounding_error(exact: Tensor, rounded: Tensor, array: str) -> float:
     return error
 
 
+def _model_class(config: DCFormerConfig) -> type[DCFormerForCausalLM]:
+    return DCPythiaForCausalLM if config.model_type == "dcpythia" else DCFormerForCausalLM
+
+
 def meta_model(config: DCFormerConfig) -> DCFormerForCausalLM:
     """A model without memory for its weights."""
-    model_class = DCPythiaForCausalLM if config.model_type == "dcpythia" else DCFormerForCausalLM
     with torch.device("meta"):
-        return model_class(config).eval()
+        return _model_class(config)(config).eval()
 
 
 def parameter_shapes(config: DCFormerConfig) -> dict[str, tuple[int, ...]]:
@@ -208,60 +249,77 @@ def parameter_shapes(config: DCFormerConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(values.shape) for name, values in model.state_dict().items() if name not in tied}
 
 
-def complete(plan: Plan, dtype: str) -> Plan:
+def group_parts(parts: Iterable[tuple[str, Part]]) -> dict[str, list[Part]]:
+    """The parts of each parameter, from pairs of its name and a part."""
+    grouped: dict[str, list[Part]] = {}
+    for name, part in parts:
+        grouped.setdefault(name, []).append(part)
+    return grouped
+
+
+def make_plan(checkpoint: Checkpoint, dtype: str = "keep", files: Files | None = None) -> Plan:
     """
-    Fix shapes and dtypes of the parameters, and check that the plan covers everything.
+    The plan of a conversion, once it is sure that it covers everything.
 
     Args:
-        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"keep"` for the dtype of the source arrays.
+        checkpoint: What is converted.
+        dtype (defaults to `"keep"`): `"float32"`, `"bfloat16"`, `"float16"`, or `"keep"` for the dtype of the arrays.
+        files (*optional*): What goes beside the weights; `None`: nothing.
 
     Raises:
         ValueError: for an unknown dtype; if a parameter would be filled in part, twice or not at all, or an array is
             neither read nor ignored; for quantised weights.
     """
+    source, layout, files = checkpoint.source, checkpoint.layout, files or Files()
     if dtype != "keep" and dtype not in DTYPES:
         raise ValueError(f"dtype must be keep, {', '.join(DTYPES)}, got {dtype!r}.")
-    where = plan.source["location"]
-    if getattr(plan.config, "quantization_config", None):
-        raise ValueError(f"The configuration of {where} has a quantization_config; convert the unquantised model.")
-    for name in [name for name, array in plan.arrays.items() if not array.is_whole]:
-        plan.ignored[f"chunks of {name}"] = "not stored, so read as the fill value"
-    shapes = parameter_shapes(plan.config)
-    _check_coverage(plan, shapes)
-    for name, parts in plan.parts.items():
-        sources = [plan.arrays[part.array].dtype for part in parts]
-        for part, source in zip(parts, sources):
-            if not source.is_floating_point or source.itemsize < 2:
-                raise ValueError(f"{part.array} in {where} is {dtype_name(source)}; convert the unquantised model.")
-        target = reduce(torch.promote_types, sources) if dtype == "keep" else DTYPES[dtype]
-        plan.parameters[name] = torch.empty(shapes[name], dtype=target, device="meta")
-    plan.config.dtype = reduce(torch.promote_types, [spec.dtype for spec in plan.parameters.values()])
-    for name in plan.unused:
-        array = plan.arrays[name]
-        plan.parameters[name] = torch.empty(array.shape, dtype=array.dtype, device="meta")
-        plan.parts[name] = [Part.all_of(array)]
-    return plan
+    if getattr(checkpoint.config, "quantization_config", None):
+        raise ValueError(
+            f"The configuration of {source.location} has a quantization_config; convert the unquantised model."
+        )
+    config = copy.deepcopy(checkpoint.config)
+    shapes = parameter_shapes(config) | {name: source.arrays[name].shape for name in layout.unused}
+    _check_coverage(source, layout, shapes)
+    dtypes = {}
+    for name, parts in layout.parts.items():
+        stored = {part.array: source.arrays[part.array].dtype for part in parts}
+        dtypes[name] = reduce(torch.promote_types, stored.values())
+        if name not in layout.unused:
+            for array, of_array in stored.items():
+                if not of_array.is_floating_point or of_array.itemsize < 2:
+                    words = f"{array} in {source.location} is {dtype_name(of_array)}"
+                    raise ValueError(f"{words}; convert the unquantised model.")
+            dtypes[name] = DTYPES.get(dtype, dtypes[name])
+    config.dtype = reduce(torch.promote_types, [of for name, of in dtypes.items() if name not in layout.unused])
+    config.architectures = [_model_class(config).__name__]
+    for key, value in files.token_ids.items():
+        setattr(config, key, value)
+    unstored = [f"chunks of {name}" for name, array in source.arrays.items() if not array.is_whole]
+    ignored = {**layout.ignored, **dict.fromkeys(unstored, "not stored, so read as the fill value")}
+    parameters = {name: torch.empty(shapes[name], dtype=of, device="meta") for name, of in dtypes.items()}
+    origins = [*checkpoint.origins, *files.origins]
+    return Plan(source, replace(layout, ignored=ignored), config, origins, files, parameters)
 
 
-def _check_coverage(plan: Plan, shapes: dict[str, tuple[int, ...]]) -> None:
-    where = plan.source["location"]
-    read = {part.array for parts in plan.parts.values() for part in parts}
-    if unread := sorted(set(plan.arrays) - read - set(plan.unused)):
+def _check_coverage(source: Source, layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    where, parts = source.location, layout.parts
+    read = {part.array for of_parameter in parts.values() for part in of_parameter}
+    if unread := sorted(source.arrays.keys() - read - layout.ignored.keys()):
         raise ValueError(f"{where} holds arrays that no parameter takes: {listed(unread)}.")
-    if unknown := sorted({part.array for name in plan.parts.keys() - shapes.keys() for part in plan.parts[name]}):
+    if unknown := sorted({part.array for name in parts.keys() - shapes.keys() for part in parts[name]}):
         raise ValueError(f"{where} holds arrays that the configuration does not have: {listed(unknown)}.")
-    if missing := [name for name in shapes if name not in plan.parts]:
+    if missing := [name for name in shapes if name not in parts]:
         raise ValueError(f"{where} holds nothing for {len(missing)} parameters of the model: {listed(missing)}.")
-    for name, parts in plan.parts.items():
-        filled = [(part.offset, part.offset + part.size) for part in parts]
-        filled = sorted(filled + ([plan.zeros[name]] if name in plan.zeros else []))
+    for name, of_parameter in parts.items():
+        filled = [(part.offset, part.offset + part.size) for part in of_parameter]
+        filled = sorted(filled + ([layout.zeros[name]] if name in layout.zeros else []))
         stops = [0] + [stop for _, stop in filled]
         if [start for start, _ in filled] != stops[:-1] or stops[-1] != math.prod(shapes[name]):
-            sources = ", ".join(f"{part.array} {part.shape}" for part in parts)
+            sources = ", ".join(f"{part.array} {part.shape}" for part in of_parameter)
             raise ValueError(f"{name} has shape {shapes[name]} and is not filled exactly once by {sources} in {where}.")
 
 
-def listed(names: list[str], most: int = 4) -> str:
+def listed(names: Sequence[str], most: int = 4) -> str:
     """The first few of a list, and how many more there are."""
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import reduce
@@ -23,13 +23,13 @@ from ..common.dtypes import dtype_name
 from ..common.optional import import_optional
 from ..configuration_dcformer import DCFormerConfig
 from .arrays import SourceArray, open_safetensors
-from .authors_torch import local_folder, plan_torch
-from .convert import find_tokenizer, remembered_source, save_beside, take_along
+from .authors_torch import local_folder, open_torch, read_torch
+from .beside import find_files, remembered_source, save_files
+from .conversion_report import write_report
 from .destination import Destination
 from .mapping import MAXTEXT_ROWS, Row, array_shape, axis_sizes, part_for
 from .maxtext import TRAIN_CONFIG_FILE
-from .plan import DTYPES, UNUSED_FILE, Part, Plan, joint_region
-from .report import write_report
+from .plan import DTYPES, UNUSED_FILE, Part, Plan, joint_region, make_plan
 from .stores import import_tensorstore
 from .verify import Progress, refuse_changed
 from .writer import not_finite_error
@@ -66,7 +66,7 @@ class MaxTextReport:
     was_complete: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Target:
     """
     An array to write: for each layer that it stacks, the parameters that it is made from, each with its part of the
@@ -83,6 +83,11 @@ class _Target:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """What the report says of the array."""
+        return {"name": self.name, "shape": [*self.shape], "dtype": dtype_name(self.dtype), "sources": self.sources}
+
 
 def convert_to_maxtext(
     source: str | os.PathLike,
@@ -96,6 +101,7 @@ def convert_to_maxtext(
     fused_mlp: bool = False,
     approximate: bool = False,
     verify: bool = True,
+    revision: str | None = None,
     force: bool = False,
     progress: Progress = lambda total: lambda nbytes: None,
 ) -> MaxTextReport:
@@ -117,6 +123,7 @@ def convert_to_maxtext(
         fused_qkv, fused_mlp (default to `False`): Write `qkv_proj` and `wi` as MaxText's fused layers hold them.
         approximate (defaults to `False`): Write also models that the JAX code computes with slightly other numbers.
         verify (defaults to `True`): Refuse weights that hold NaN or infinity.
+        revision (*optional*): Branch, tag or commit on the Hub; `None`: `main`.
         force (defaults to `False`): Replace a converted checkpoint at the destination, which stays until the new one is
             complete. A folder with files that no conversion wrote, such as later steps, is refused.
         progress (*optional*): Called with the number of bytes to write; returns a function that is called with every
@@ -132,27 +139,24 @@ def convert_to_maxtext(
         raise ValueError(f"param_dtype must be keep, float32 or bfloat16, got {param_dtype!r}.")
     msgpack = import_optional("msgpack", "Writing a MaxText checkpoint", "convert")
     target = Destination(destination, source, force)
-    folder = local_folder(source)
+    folder = local_folder(source, revision)
     remembered = remembered_source(folder)
     step = remembered.get("step", 0) if step is None else step
     if type(step) is not int or not 0 <= step < 2**31:  # it names a folder, and is written as an int32
         raise ValueError(f"step must be a whole number from 0 to {2**31 - 1}, got {step!r}; give another (--step).")
     refuse_changed(folder)
-    plan = plan_torch(folder)
-    take_along(plan, folder)
-    tokenizer, config = find_tokenizer(plan), plan.config
+    checkpoint = read_torch(open_torch(folder))
+    plan = make_plan(checkpoint, files=find_files(folder, checkpoint.config))
+    config = plan.config
     _refuse_inexpressible(config, folder, fused_qkv, approximate)
     per_block = _layers_per_block(config, layers_per_block, remembered.get("layers_per_block"))
     path = folder / UNUSED_FILE
     unused = {array.name: array for array in open_safetensors(path)} if path.is_file() else {}
     targets = list(_targets(plan, unused, _rows(config, fused_qkv, fused_mlp), per_block, scan_layers, param_dtype))
-    records = [
-        {"name": array.name, "shape": list(array.shape), "dtype": dtype_name(array.dtype), "sources": array.sources}
-        for array in targets
-    ]
+    records = [array.record for array in targets]
     layout = {"scan_layers": scan_layers, "fused_qkv": fused_qkv, "fused_mlp": fused_mlp}
     train_config = _train_config(config, per_block, scan_layers) | layout
-    fingerprint = plan.fingerprint() | {"step": step, "arrays": records, "train_config": train_config, "verify": verify}
+    fingerprint = plan.fingerprint | {"step": step, "arrays": records, "train_config": train_config, "verify": verify}
     total = sum(array.nbytes for array in targets)
     with target.open(fingerprint) as partial:
         if target.report is not None:
@@ -169,8 +173,8 @@ def convert_to_maxtext(
         (item / "_METADATA").write_text(json.dumps(metadata), encoding="utf-8")
         (item / "checkpoint").write_bytes(msgpack.packb(tree))
         (partial / TRAIN_CONFIG_FILE).write_text(yaml.safe_dump(train_config, sort_keys=False), encoding="utf-8")
-        save_beside(plan, partial, tokenizer)
-        write_report(partial, {"source": plan.source, "step": step, "arrays": records})
+        save_files(plan.files, config, partial)
+        write_report(partial, {"source": plan.source.record, "step": step, "arrays": records})
     return MaxTextReport(str(target.path), step, records, time.monotonic() - started, total)
 
 
@@ -218,7 +222,7 @@ def _rows(config: DCFormerConfig, fused_qkv: bool, fused_mlp: bool) -> list[Row]
 
 
 def _targets(
-    plan: Plan, unused: dict[str, SourceArray], rows: list[Row], n: int, scan_layers: bool, param_dtype: str
+    plan: Plan, unused: Mapping[str, SourceArray], rows: list[Row], n: int, scan_layers: bool, param_dtype: str
 ) -> Iterator[_Target]:
     """The arrays of a run that has these rows; `unused` are those that the model does not use, by name."""
     # The JAX code has the arrays of a composition also in a model that composes nothing.
@@ -255,7 +259,9 @@ def _targets(
                 yield target(f"params.decoder.{stack}.{array.replace('{sub}', str(sub))}", group, prefixes)
 
 
-def _write_array(folder: Path, array: _Target, plan: Plan, unused: dict[str, SourceArray], only_finite: bool) -> None:
+def _write_array(
+    folder: Path, array: _Target, plan: Plan, unused: Mapping[str, SourceArray], only_finite: bool
+) -> None:
     """Write an array layer by layer, zeros where the source has nothing."""
     regions = [joint_region(part for _, part in layer) for layer in array.layers]
     stored = _create_array(folder, array.shape, tuple(stop - start for start, stop in regions[0]), array.dtype)
@@ -265,8 +271,7 @@ def _write_array(folder: Path, array: _Target, plan: Plan, unused: dict[str, Sou
             values.copy_(unused[array.name].read(region))
         for name, part in layer:
             if name in array.sources:
-                taken = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part.region, region))
-                values[taken] = part.from_parameter(plan.read_one(name))
+                values[part.within(region)] = part.from_parameter(plan.read_one(name))
         if only_finite and not values.isfinite().all():  # a cast may have made infinity
             raise not_finite_error(array.name, values)
         if values.dtype == torch.bfloat16:  # which NumPy does not know

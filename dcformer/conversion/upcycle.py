@@ -6,7 +6,8 @@ import json
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,15 @@ from ..configuration_dcformer import MAX_LAYERS, DCFormerConfig, DCPythiaConfig
 from ..hub_dcformer import COMPOSED_SHAPE, COMPOSITION
 from ..loading import refuse_without_model
 from ..model_card import known_origin
-from .arrays import SourceArray, file_stamps, open_safetensors, open_weights
+from .arrays import Source, SourceArray, file_stamps, open_safetensors, open_weights
 from .authors_torch import PARTS, local_folder, our_name, qkv_part
-from .convert import take_along, write_model
+from .beside import find_files
+from .conversion_report import ConversionReport
+from .convert import write_model
 from .destination import Destination
 from .gguf import generation_settings, open_gguf
 from .mapping import axis_sizes
-from .plan import DTYPES, Origin, Part, Plan, complete, parameter_shapes
-from .report import ConversionReport
+from .plan import DTYPES, Checkpoint, Layout, Origin, Part, group_parts, make_plan, parameter_shapes
 from .settings import naming, read_json
 from .verify import folder_logits, logit_difference, run_streamed, spread_tokens
 
@@ -72,7 +74,9 @@ def upcycle(
     composition: str | os.PathLike | None = None,
     seed: int = 0,
     dtype: str = "keep",
+    tokenizer: Any = None,
     tolerance: float = 1e-5,
+    revision: str | None = None,
     force: bool = False,
     **options: Any,
 ) -> ConversionReport:
@@ -89,7 +93,8 @@ def upcycle(
         seed (defaults to 0): Of the parameters that do not start at zero.
         tolerance (defaults to 1e-5): Largest difference from the source's logits in float32, as a share of the largest
             logit. The source's weights are rounded to `dtype` for it, and a composition from a file is switched off.
-        destination, dtype, force, options: As of [`convert_maxtext`], and so is what is returned.
+        revision (*optional*): Branch, tag or commit on the Hub; `None`: `main`.
+        destination, dtype, tokenizer, force, options: As of [`convert_maxtext`], and so is what is returned.
 
     Raises:
         FileNotFoundError: for a folder without a model, or without the .gguf file.
@@ -99,23 +104,23 @@ def upcycle(
     Source: sections 3 and 4 of the paper; upcycling is not in it.
     """
     target = Destination(destination, source, force)
-    folder, file = os.path.split(source) if str(source).endswith(".gguf") else (str(local_folder(source)), "")
-    folder = folder or "."
-    refuse_without_model(folder, file or "config.json")
+    folder, file = os.path.split(source) if str(source).endswith(".gguf") else (local_folder(source, revision), "")
+    refuse_without_model(folder := str(folder or "."), file or "config.json")
     depth = None if file else read_json(Path(folder, "config.json")).get("num_hidden_layers")
     if isinstance(depth, int) and depth > MAX_LAYERS:  # of which Transformers would make lists
         raise ValueError(f"num_hidden_layers of {str(source)!r} must be at most {MAX_LAYERS}, got {depth}.")
-    with naming(source, ValueError, LookupError, struct.error), naming_what_is_missing(folder):
-        config = AutoConfig.from_pretrained(folder, **({"gguf_file": file} if file else {}))
-    _refuse_inexact(config, source)
-    model, facts = open_gguf(folder, file, config) if file else (None, {})
+    gguf: dict[str, Any] = {"gguf_file": file, "revision": revision} if file else {}
+    with naming(source, ValueError, LookupError, struct.error), naming_what_is_missing(folder, revision):
+        theirs = AutoConfig.from_pretrained(folder, **gguf)
+    _refuse_inexact(theirs, source)
+    model, stated = open_gguf(folder, theirs, **gguf) if file else (None, {})
     if model is not None:
         arrays = {name: _array(name, str(source), w.shape, w.dtype, w.detach) for name, w in model.state_dict().items()}
     else:
         arrays = open_weights(folder)
-    if options.get("tokenizer") is None and file:
-        options["tokenizer"] = tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
-        if (end := facts.get("tokenizer.ggml.eos_token_id")) is not None:  # Transformers 5.17 takes the begin of text
+    if tokenizer is None and file:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **gguf)
+        if (end := stated.get("tokenizer.ggml.eos_token_id")) is not None:  # Transformers 5.17 takes the begin of text
             tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
 
     chosen = {"compose_rank": rank, "compose_groups": groups, "compose_layers": layers and sorted(layers)}
@@ -124,31 +129,27 @@ def upcycle(
     if composition is not None:
         if settings:
             raise ValueError(f"The composition {str(composition)!r} comes with its settings; leave out {[*settings]}.")
-        trained, settings = _open_composition(Path(composition), config)
-    values = _config_values(config)
-    values["tie_word_embeddings"] = values["tie_word_embeddings"] and _is_tied(arrays)
-    ours = (DCPythiaConfig if config.model_type == "gpt_neox" else DCFormerConfig)(**values, **settings)
-    where = {"format": f"{config.model_type} of Transformers", "location": str(source), "step": None, "seed": seed}
+        trained, settings = _open_composition(Path(composition), theirs)
+    facts: dict[str, Any] = {"seed": seed}
     for origin in (folder,) if file else (folder, str(source)):
-        where |= known_origin(origin, target.path.name)
-    where |= {"licence": facts["general.license"]} if "general.license" in facts else {}
-    files = {Path(array.where) for array in (*arrays.values(), *trained.values())}
-    plan = Plan(ours, {}, where, file_stamps(path for path in files if path.exists()))
-    plan.origins = [Origin(name, value, "source") for name, value in sorted(values.items())]
-    plan.origins += [Origin(name, value, "composition") for name, value in sorted(settings.items())]
-    take_along(plan, Path(folder))
-    if plan.generation is None and (settings := generation_settings(facts)):
-        plan.generation = json.dumps(settings, indent=2).encode()
-    _fill(plan, config, arrays, trained, seed)
-    complete(plan, dtype)
+        facts |= known_origin(origin, target.path.name)
+    facts |= {"licence": stated["general.license"]} if "general.license" in stated else {}
+    read = {Path(array.where) for array in (*arrays.values(), *trained.values())}
+    stamps = file_stamps(path for path in read if path.exists())
+    found = Source(f"{theirs.model_type} of Transformers", str(source), arrays, stamps, facts=facts)
+    checkpoint = _read_model(found, theirs, settings, trained, seed)
+
+    settings_for_generate = generation_settings(stated)
+    generation = json.dumps(settings_for_generate, indent=2).encode() if settings_for_generate else None
+    files = find_files(Path(folder), checkpoint.config, tokenizer, generation=generation)
 
     def load() -> PreTrainedModel:
         """The source as Transformers loads it, in a dtype that holds all weights: mostly that of the mapped file."""
         exact = functools.reduce(torch.promote_types, {array.dtype for array in arrays.values()})
         return model or AutoModelForCausalLM.from_pretrained(folder, dtype=exact, attn_implementation="eager")
 
-    plan.check = functools.partial(_check, load=load, dtype=dtype, tolerance=tolerance, composed=composition is None)
-    return write_model(plan, target, **options)
+    check = functools.partial(_check, load=load, dtype=dtype, tolerance=tolerance, composed=composition is None)
+    return write_model(make_plan(checkpoint, dtype, files), target, check=check, **options)
 
 
 def _array(name: str, where: str, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], Tensor]) -> SourceArray:
@@ -182,56 +183,71 @@ def _config_values(source: PreTrainedConfig) -> dict[str, Any]:
     return values | _FAMILIES[source.model_type]
 
 
-def _is_tied(arrays: dict[str, SourceArray]) -> bool:
+def _is_tied(arrays: Mapping[str, SourceArray]) -> bool:
     """True if the output layer can be the embedding: Transformers does not tie an output layer that differs."""
     renamed = {our_name(name, _NEOX_NAMES): array for name, array in arrays.items()}
     both = [renamed[name] for name in ("lm_head.weight", "model.embed_tokens.weight") if name in renamed]
     return len(both) < 2 or torch.equal(*(array.read().float() for array in both))
 
 
-def _fill(plan: Plan, source: PreTrainedConfig, arrays: dict, trained: dict[str, SourceArray], seed: int) -> None:
-    """Plan the parts of every array of the source, and for the composition arrays of a file or random ones."""
+def _read_model(
+    source: Source, theirs: PreTrainedConfig, settings: dict[str, Any], trained: dict[str, SourceArray], seed: int
+) -> Checkpoint:
+    """
+    The source as a DCFormer: its arrays, and those of a composition, from a file or at random.
 
-    def take(parameter: str, array: SourceArray, part: Part | None = None) -> None:
-        plan.arrays[array.name] = array
-        plan.parts[parameter].append(part or Part.all_of(array))
-
-    for array in arrays.values():
-        name = our_name(array.name, _NEOX_NAMES)
-        if _TABLES.search(name):
-            plan.ignored[array.name] = "table computed from the configuration"
-        elif name == "lm_head.weight" and plan.config.tie_word_embeddings:
-            plan.ignored[array.name] = "the embedding, which the output layer shares"
-        elif match := _QKV.fullmatch(name):
-            layer, letter, kind = match.groups()
-            for fused, part in _qkv_parts(plan.config, array, letter, kind):
-                take(f"{layer}.self_attn.qkv_proj.{kind}", fused, part)
+    Args:
+        theirs: The source's configuration.
+        settings, trained: Fields of the composition, and its parameters by name; empty: they start as identity.
+        seed: Of those that do not start at zero.
+    """
+    values = _config_values(theirs)
+    values["tie_word_embeddings"] = values["tie_word_embeddings"] and _is_tied(source.arrays)
+    config = (DCPythiaConfig if theirs.model_type == "gpt_neox" else DCFormerConfig)(**values, **settings)
+    origins = [Origin(name, value, "source") for name, value in sorted(values.items())]
+    origins += [Origin(name, value, "composition") for name, value in sorted(settings.items())]
+    arrays: dict[str, SourceArray] = {}
+    ignored: dict[str, str] = {}
+    parts: list[tuple[str, Part]] = []
+    for name, array in source.arrays.items():
+        ours = our_name(name, _NEOX_NAMES)
+        arrays[name] = array
+        if _TABLES.search(ours):
+            ignored[name] = "table computed from the configuration"
+        elif ours == "lm_head.weight" and config.tie_word_embeddings:
+            ignored[name] = "the embedding, which the output layer shares"
+        elif not (match := _QKV.fullmatch(ours)):
+            parts.append((ours, Part.all_of(array)))
+        elif match[2] is not None:
+            parts.append((f"{match[1]}.self_attn.qkv_proj.{match[3]}", qkv_part(config, array, match[2], match[3])))
         else:
-            take(name, array)
-    dtype = next(iter(plan.arrays.values())).dtype
-    for name, shape in parameter_shapes(plan.config).items():
+            arrays[name], thirds = _by_head(config, array, match[3])
+            parts += [(f"{match[1]}.self_attn.qkv_proj.{match[3]}", part) for part in thirds]
+    dtype = next(array.dtype for name, array in arrays.items() if name not in ignored)
+    for name, shape in parameter_shapes(config).items():
         if name in trained:
-            take(name, trained[name])
+            arrays[name] = trained[name]
         elif COMPOSITION.search(name) and not trained:
-            take(name, _array(name, "random", shape, dtype, functools.partial(_initial, plan.config, name, seed)))
-        elif name.endswith(".o_proj.bias") and source.model_type == "qwen2":
-            take(name, _array(name, "zero", shape, dtype, functools.partial(torch.zeros, shape)))
+            arrays[name] = _array(name, "random", shape, dtype, functools.partial(_initial, config, name, seed))
+        elif name.endswith(".o_proj.bias") and theirs.model_type == "qwen2":
+            arrays[name] = _array(name, "zero", shape, dtype, functools.partial(torch.zeros, shape))
+        else:
+            continue
+        parts.append((name, Part.all_of(arrays[name])))
+    return Checkpoint(replace(source, arrays=arrays), config, origins, Layout(group_parts(parts), ignored))
 
 
-def _qkv_parts(
-    config: DCFormerConfig, array: SourceArray, letter: str | None, kind: str
-) -> Iterator[tuple[SourceArray, Part]]:
-    """The parts of a projection of queries, keys or values, or (GPT-NeoX) of all three, which alternate by head."""
-    if letter is not None:
-        yield array, qkv_part(config, array, letter, kind)
-        return
+def _by_head(config: DCFormerConfig, array: SourceArray, kind: str) -> tuple[SourceArray, list[Part]]:
+    """GPT-NeoX's projection to queries, keys and values, which alternate by head, and the three parts that it fills."""
     sizes = axis_sizes(config)
     shape = (sizes["head"], 3, sizes["channel"], *array.shape[1:])
-    by_head = dataclasses.replace(array, shape=shape, load=lambda slices: array.read().view(shape)[slices])
+    by_head = replace(array, shape=shape, load=lambda slices: array.read().view(shape)[slices])
+    parts = []
     for index, letter in enumerate(PARTS):
         region = tuple((index, index + 1) if axis == 1 else (0, size) for axis, size in enumerate(shape))
         offset = qkv_part(config, array, letter, kind).offset
-        yield by_head, Part(array.name, region, (0, *range(2, len(shape))), offset, f"as its {PARTS[letter]} part")
+        parts.append(Part(array.name, region, (0, *range(2, len(shape))), offset, f"as its {PARTS[letter]} part"))
+    return by_head, parts
 
 
 def _initial(config: DCFormerConfig, name: str, seed: int) -> Tensor:

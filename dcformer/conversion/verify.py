@@ -15,9 +15,9 @@ from ..common.files import find_damage
 from ..configuration_dcformer import DCFormerConfig
 from .arrays import open_npz, open_weights
 from .authors_torch import local_folder, read_config
-from .inspection import open_checkpoint
-from .plan import Plan, UnfitWeightsError, meta_model
-from .report import REPORT_FILE, read_report
+from .conversion_report import REPORT_FILE, read_report
+from .inspection import open_source, read_model
+from .plan import Plan, UnfitWeightsError, make_plan, meta_model
 from .stores import is_remote, refuse_no_folder
 
 
@@ -265,12 +265,13 @@ def compare(
     Raises:
         FileNotFoundError, ValueError: if one of them cannot be read.
     """
-    plans = [open_checkpoint(path, train_config=train_config, config=config) for path in (a, b)]
+    sources = [open_source(path) for path in (a, b)]
+    plans = [make_plan(read_model(*source, train_config=train_config, config=config)) for source in sources]
     result = Comparison(str(a), str(b))
     first, second = (_behaviour(plan.config) for plan in plans)
     keys = sorted({*first, *second})
     result.config = {key: [first.get(key), second.get(key)] for key in keys if first.get(key) != second.get(key)}
-    ours, theirs = (plan.model_parameters() for plan in plans)
+    ours, theirs = (plan.model_parameters for plan in plans)
     for name in sorted({*ours, *theirs}):
         if name not in ours or name not in theirs:
             result.missing[name] = result.b if name in ours else result.a

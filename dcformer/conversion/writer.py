@@ -27,9 +27,10 @@ def write_shards(
     Write the parameters of a plan into the folder of an opened destination, and return a record of each. In memory are
     a shard, of `max_shard_bytes` or a single larger parameter, and what is read of one source array for it.
     """
-    split = split_torch_state_dict_into_shards(plan.model_parameters(), max_shard_size=max_shard_bytes)
+    split = split_torch_state_dict_into_shards(plan.model_parameters, max_shard_size=max_shard_bytes)
     records: dict[str, dict[str, Any]] = {}
-    for file, names in (split.filename_to_tensors | ({UNUSED_FILE: plan.unused} if plan.unused else {})).items():
+    unused = {UNUSED_FILE: [*plan.layout.unused]} if plan.layout.unused else {}
+    for file, names in (split.filename_to_tensors | unused).items():
         if file in target.finished:
             advance(plan.source_bytes(names))
         else:
@@ -92,7 +93,8 @@ def tensor_digest(values: Tensor) -> str:
 def source_digest(records: list[dict[str, Any]], plan: Plan) -> str:
     """SHA-256 over the name, dtype and shape of every array that was read, and the hashes of its parts."""
     parts = [(part["array"], part["region"], part["sha256"]) for record in records for part in record["sources"]]
-    arrays = [(name, dtype_name(array.dtype), array.shape) for name, array in sorted(plan.arrays.items())]
+    read = {name: plan.source.arrays[name] for name in sorted({name for name, _, _ in parts})}
+    arrays = [(name, dtype_name(array.dtype), array.shape) for name, array in read.items()]
     return json_digest([arrays, sorted(parts)])
 
 

@@ -214,7 +214,7 @@ def test_a_converted_model_of_the_hub_is_verified_with_all_of_its_files(hub, mon
     assert call("convert torch acme/theirs converted --with-code").exit_code == 0
     files = [path.name for path in Path("converted").iterdir()]
     patterns = []
-    monkeypatch.setattr(authors_torch, "snapshot_download", lambda _, allow_patterns: patterns.extend(allow_patterns))
+    monkeypatch.setattr(authors_torch, "snapshot_download", lambda _, **given: patterns.extend(given["allow_patterns"]))
     with pytest.raises(TypeError):
         authors_torch.local_folder("acme/converted")
     monkeypatch.undo()

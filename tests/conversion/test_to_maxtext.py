@@ -16,8 +16,8 @@ from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from dcformer.conversion import Plan, convert_maxtext, convert_to_maxtext, convert_torch
-from dcformer.conversion.maxtext import TRAIN_CONFIG_FILE, plan_maxtext
+from dcformer.conversion import Plan, convert_maxtext, convert_to_maxtext, convert_torch, make_plan
+from dcformer.conversion.maxtext import TRAIN_CONFIG_FILE, open_maxtext, read_maxtext
 from dcformer.conversion.orbax import open_orbax
 
 
@@ -33,9 +33,13 @@ def read_params(folder: Path) -> dict[str, torch.Tensor]:
     return {name: array.read() for name, array in arrays.items()}
 
 
+def plan_maxtext(folder: Path, train_config: Path | None = None) -> Plan:
+    return make_plan(read_maxtext(open_maxtext(folder), train_config))
+
+
 def assert_identical(actual: Plan | dict[str, torch.Tensor], expected: dict[str, torch.Tensor]):
     if isinstance(actual, Plan):
-        actual = actual.read(actual.model_parameters())
+        actual = actual.read(actual.model_parameters)
     assert actual.keys() == expected.keys()
     for name, values in expected.items():
         assert actual[name].dtype == values.dtype, name
@@ -60,7 +64,7 @@ def test_golden_run_comes_back_bit_for_bit_with_its_config(converted, tmp_path):
     first, again = plan_maxtext(golden, train_config=folder.parent / "run.yml"), plan_maxtext(tmp_path / "back")
     assert again.config.to_dict() == first.config.to_dict()
     assert not any(origin.is_default for origin in again.origins)
-    assert_identical(again, first.read(first.model_parameters()))
+    assert_identical(again, first.read(first.model_parameters))
 
 
 def save(folder: Path, variant: str = "dcformer", **overrides) -> tuple[Path, torch.nn.Module]:
@@ -77,7 +81,7 @@ def test_layouts_read_back_identically_from_any_folder(tmp_path, scan_layers, fu
     convert_to_maxtext(folder, tmp_path / "run", step=7, scan_layers=scan_layers, **fused)
     plan, *others = (plan_maxtext(tmp_path / "run" / below) for below in ("", "7", "7/state"))
     assert all(other.config.to_dict() == plan.config.to_dict() for other in others)
-    assert plan.source["step"] == 7
+    assert plan.source.step == 7
     assert_identical(plan, model.state_dict())
     there = {key: value for key, value in plan.config.to_dict().items() if key not in NOT_IN_YAML}
     assert there == {key: value for key, value in model.config.to_dict().items() if key not in NOT_IN_YAML}

@@ -11,6 +11,7 @@ import transformers
 
 from ..common.dtypes import dtype_name
 from ..common.files import Manifest, check_relative, make_manifest, write_atomically
+from ..configuration_dcformer import DCFormerConfig
 from ..model_card import CARD_FILE, bullet_list, table, write_card
 from ..version_dcformer import __version__
 from .plan import Origin, Plan
@@ -91,7 +92,7 @@ def _is_entry(entry: Any) -> bool:
     return isinstance(entry, dict) and {*entry} == {"size", "sha256"} and type(entry["size"]) is int
 
 
-def write_model_card(folder: Path, name: str, plan: Plan, report: ConversionReport) -> None:
+def write_model_card(folder: Path, name: str, plan: Plan, config: DCFormerConfig, report: ConversionReport) -> None:
     """README.md with where the weights come from and which checks they passed."""
     source = report.source
     origin = {"Format": source["format"], "Location": f"`{source['location']}`"}
@@ -104,7 +105,7 @@ def write_model_card(folder: Path, name: str, plan: Plan, report: ConversionRepo
         f"{bullet_list(origin)}\n\n`conversion_report.json` lists every tensor with its source and SHA-256; "
         "`dcformer verify FOLDER` checks the files against it."
     )
-    training = {key: value for key, value in plan.training.items() if _TRAINING_SETTINGS.fullmatch(key)}
+    training = {key: value for key, value in plan.source.training.items() if _TRAINING_SETTINGS.fullmatch(key)}
     origins = [(o.field, o.value, o.origin) for o in report.origins if o.field != "layer_types"]
     sections = [
         ("Where the weights come from", weights),
@@ -114,9 +115,9 @@ def write_model_card(folder: Path, name: str, plan: Plan, report: ConversionRepo
     ]
     text = write_card(
         name,
-        plan.config,
-        parameters=sum(parameter.numel() for parameter in plan.model_parameters().values()),
-        dtype=dtype_name(plan.config.dtype),
+        config,
+        parameters=sum(parameter.numel() for parameter in plan.model_parameters.values()),
+        dtype=dtype_name(config.dtype),
         licence=source.get("licence"),
         base_model=source.get("base_model"),
         sections=[(heading, body) for heading, body in sections if body],
