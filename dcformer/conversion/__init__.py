@@ -24,32 +24,8 @@ from .upcycle import upcycle
 from .verify import Comparison, HashCheck, compare, verify_hashes
 
 
-__all__ = [
-    "Checkpoint",
-    "Comparison",
-    "ConversionReport",
-    "Destination",
-    "Files",
-    "HashCheck",
-    "Inspection",
-    "Layout",
-    "MaxTextReport",
-    "Part",
-    "Plan",
-    "REPORT_FILE",
-    "Source",
-    "SourceArray",
-    "compare",
-    "convert_maxtext",
-    "convert_pax",
-    "convert_to_maxtext",
-    "convert_torch",
-    "detect_format",
-    "dtype_name",
-    "inspect_checkpoint",
-    "make_plan",
-    "open_weights",
-    "upcycle",
-    "verify_hashes",
-    "write_model",
-]
+__all__ = ["convert_maxtext", "convert_pax", "convert_torch", "convert_to_maxtext", "upcycle"]
+__all__ += ["ConversionReport", "MaxTextReport", "REPORT_FILE", "inspect_checkpoint", "Inspection", "detect_format"]
+__all__ += ["compare", "Comparison", "verify_hashes", "HashCheck", "open_weights", "dtype_name"]
+__all__ += ["SourceArray", "Source", "Part", "Layout", "Checkpoint", "Files", "Plan", "make_plan"]
+__all__ += ["Destination", "write_model"]

@@ -29,25 +29,15 @@ _WEIGHT_FILES = (
 
 @dataclass(frozen=True)
 class SourceArray:
-    """
-    An array of a checkpoint.
+    """An array of a checkpoint."""
 
-    Attributes:
-        name: Its name in the checkpoint.
-        where: The file or folder that holds it.
-        shape, dtype: The array's shape and torch dtype.
-        chunk_shape: The part that is stored, and decoded, as one.
-        load: Returns the elements that a tuple of slices, one for each axis, selects.
-        is_whole: Whether all chunks are stored; those that are not are read as the array's fill value.
-    """
-
-    name: str
-    where: str
+    name: str  #: in the checkpoint
+    where: str  #: the file or folder that holds it
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunk_shape: tuple[int, ...]
-    load: Callable[[tuple[slice, ...]], Tensor]
-    is_whole: bool = True
+    chunk_shape: tuple[int, ...]  #: the part that is stored, and decoded, as one
+    load: Callable[[tuple[slice, ...]], Tensor]  #: returns the elements that a tuple of slices selects, one per axis
+    is_whole: bool = True  #: whether all chunks are stored; those that are not are read as the array's fill value
 
     @property
     def nbytes(self) -> int:
@@ -65,31 +55,18 @@ class SourceArray:
 
 @dataclass(frozen=True)
 class Source:
-    """
-    What lies in a checkpoint, whatever model it is of.
+    """What lies in a checkpoint, whatever model it is of."""
 
-    Attributes:
-        format: Such as `"PAX (flat .npz)"`; told more precisely when the model is known.
-        location, step: Where it is, and of which training step.
-        arrays: Every array but those of the training state, by name.
-        stamps: Names, sizes and times of its files.
-        training_state: Names of the arrays of an optimizer, a step counter or random states, which are not opened.
-        other_items: Further items of the same step, which are not read.
-        run: The folder of the run that it is a step of, if it is one.
-        training: Values of the run's training YAML.
-        facts: Further entries of the report's `source`, such as `skipped_steps`: later steps that are not whole.
-    """
-
-    format: str
+    format: str  #: such as `"PAX (flat .npz)"`; told more precisely when the model is known
     location: str
-    arrays: Mapping[str, SourceArray]
-    stamps: Sequence[Any]
+    arrays: Mapping[str, SourceArray]  #: by name, without those of the training state
+    stamps: Sequence[Any]  #: names, sizes and times of its files
     step: int | None = None
-    training_state: Sequence[str] = ()
-    other_items: Sequence[str] = ()
-    run: str = ""
-    training: Mapping[Any, Any] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    training_state: Sequence[str] = ()  #: names of an optimizer's arrays, a step counter and random states, not opened
+    other_items: Sequence[str] = ()  #: of the same step, not read
+    run: str = ""  #: folder of the run that it is a step of
+    training: Mapping[Any, Any] = field(default_factory=dict)  #: values of the run's training YAML
+    facts: Mapping[str, Any] = field(default_factory=dict)  #: further entries of `record`, such as `skipped_steps`
 
     @property
     def record(self) -> dict[str, Any]:

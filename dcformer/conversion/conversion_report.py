@@ -32,32 +32,22 @@ _OF_THE_RUN = ("destination", "seconds", "source_bytes", "resumed_shards", "was_
 
 @dataclass
 class ConversionReport:
-    """
-    Attributes:
-        source: Format, location, step, and the SHA-256 of the arrays that were read.
-        origins: Where every value of the configuration comes from.
-        tensors: Per parameter: shape, dtype, file, SHA-256 of its bytes, largest absolute rounding error of a cast, and
-            the regions of source arrays that it was made from, with their transforms and SHA-256.
-        ignored: Source arrays that were not converted, with the reason.
-        verification: Checks that were made, with their results.
-        versions: Of the packages that took part.
-        files: Size and SHA-256 of every other file of the folder, by its path.
-        destination, seconds, source_bytes, resumed_shards: About this run; not in the file.
-        was_complete: Whether an earlier run had done all but remove its notes; not in the file.
-    """
+    """What a conversion did."""
 
-    source: dict[str, Any]
-    origins: list[Origin]
+    source: dict[str, Any]  #: format, location, step, and the SHA-256 of the arrays that were read
+    origins: list[Origin]  #: where every value of the configuration comes from
+    #: Per parameter: shape, dtype, file, SHA-256 of its bytes, largest absolute rounding error of a cast, and the
+    #: regions of source arrays that it was made from, with their transforms and SHA-256.
     tensors: list[dict[str, Any]]
-    ignored: dict[str, str]
-    verification: dict[str, Any]
-    versions: dict[str, str] = field(default_factory=lambda: dict(_VERSIONS))
-    files: Manifest = field(default_factory=dict)
-    destination: str = ""
+    ignored: dict[str, str]  #: source arrays that were not converted, with the reason
+    verification: dict[str, Any]  #: checks that were made, with their results
+    versions: dict[str, str] = field(default_factory=lambda: dict(_VERSIONS))  #: of the packages that took part
+    files: Manifest = field(default_factory=dict)  #: size and SHA-256 of every other file of the folder, by its path
+    destination: str = ""  #: this and the rest are about this run, and not in the file
     seconds: float = 0.0
     source_bytes: int = 0
     resumed_shards: int = 0
-    was_complete: bool = False
+    was_complete: bool = False  #: whether an earlier run had done all but remove its notes
 
     def to_dict(self) -> dict[str, Any]:
         """The content of `conversion_report.json`."""

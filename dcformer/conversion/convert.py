@@ -158,9 +158,6 @@ def write_model(
         progress (*optional*): Called with the number of bytes to read; returns a function that is called with every
             part done.
 
-    Returns:
-        [`ConversionReport`], also written as `conversion_report.json`.
-
     Raises:
         ValueError: if the weights are not finite, or the model does not reproduce the reference logits.
     """

@@ -25,26 +25,19 @@ _SAMPLING = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
 _SAMPLING |= {name: name for name in ("top_k", "top_p", "min_p")}
 
 
-def open_gguf(
-    folder: str, config: PreTrainedConfig, gguf_file: str, revision: str | None
-) -> tuple[PreTrainedModel, dict[str, Any]]:
+def open_gguf(folder: str, file: dict[str, Any], config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
     """
     The model of a GGUF file in a folder or of a name on the Hub, as Transformers makes it, in float32, and all that the
     file states, by key; ValueError if it holds what Transformers does not read into the model or into its
-    configuration, or lacks weights.
+    configuration, or lacks weights. `file` is the `gguf_file` and `revision` of `from_pretrained`.
     """
     gguf = import_optional("gguf", "Reading a GGUF file", "convert")
-    reader = gguf.GGUFReader(cached_file(folder, gguf_file, revision=revision))
-    where = repr(os.path.join(folder, gguf_file))
+    reader = gguf.GGUFReader(cached_file(folder, file["gguf_file"], revision=file["revision"]))
+    where = repr(os.path.join(folder, file["gguf_file"]))
     stated = {key: field.contents() for key, field in reader.fields.items()}
     if not (unread := _unread_settings(stated, config)):
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            gguf_file=gguf_file,
-            revision=revision,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            output_loading_info=True,
+            folder, **file, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
         )
         if missing := sorted(info["missing_keys"]):
             raise ValueError(f"{where} lacks {listed(missing)}, which Transformers would initialise at random.")

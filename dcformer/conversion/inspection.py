@@ -73,33 +73,20 @@ def read_model(
 
 @dataclass(frozen=True)
 class Inspection:
-    """
-    Attributes:
-        format: Such as `"MaxText (OCDBT, zarr 2)"` or `"torch files, the authors' names"`.
-        location, step: Of the checkpoint that was read.
-        tensors: Every array but the training state, sorted by name.
-        optimizer_arrays: How many arrays of an optimizer there are.
-        state_arrays: Names of the step counter and random states.
-        total_parameters: Parameters of the model if its architecture is known, else elements of all `tensors`.
-        total_bytes: Bytes of all `tensors`, uncompressed.
-        dtypes: How many `tensors` have each dtype.
-        architecture: Configuration values and where each comes from; empty if the model is not known.
-        note: Why it is not.
-        skipped_steps: Later steps of the run that are not whole, with the reason.
-    """
+    """What is in a checkpoint."""
 
-    format: str
+    format: str  #: such as `"MaxText (OCDBT, zarr 2)"` or `"torch files, the authors' names"`
     location: str
     step: int | None
-    tensors: Sequence[SourceArray]
-    optimizer_arrays: int
-    state_arrays: Sequence[str]
-    total_parameters: int
-    total_bytes: int
-    dtypes: Mapping[str, int]
-    architecture: Sequence[Origin] = ()
-    note: str = ""
-    skipped_steps: Mapping[str, str] = field(default_factory=dict)
+    tensors: Sequence[SourceArray]  #: every array but the training state, sorted by name
+    optimizer_arrays: int  #: how many there are
+    state_arrays: Sequence[str]  #: names of the step counter and random states
+    total_parameters: int  #: of the model if its architecture is known, else elements of all `tensors`
+    total_bytes: int  #: of all `tensors`, uncompressed
+    dtypes: Mapping[str, int]  #: how many `tensors` have each dtype
+    architecture: Sequence[Origin] = ()  #: values of the configuration; empty if the model is not known
+    note: str = ""  #: why it is not
+    skipped_steps: Mapping[str, str] = field(default_factory=dict)  #: later ones that are not whole, with the reason
 
     def to_dict(self) -> dict[str, Any]:
         """The inspection as lists and dictionaries, for JSON."""

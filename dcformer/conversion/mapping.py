@@ -17,20 +17,14 @@ from .plan import Part
 
 @dataclass(frozen=True)
 class Row:
-    """
-    Attributes:
-        array, axes: An array and its axes.
-        parameter, order: The parameter that it fills, and the axes in its order; empty for the same order.
-        part: The part of the parameter that it fills, if not all.
-        pick: The entry of a fused array that the row takes, as axis and index.
-    """
+    """An array of a JAX checkpoint and the parameter that it fills."""
 
     array: str
     axes: str
     parameter: str
-    order: str = ""
-    part: str | None = None
-    pick: tuple[str, int] | None = None
+    order: str = ""  #: the axes in the order of the parameter; empty for the same
+    part: str | None = None  #: the part of the parameter that it fills, if not all
+    pick: tuple[str, int] | None = None  #: the entry of a fused array that the row takes, as axis and index
 
     @property
     def per_layer(self) -> bool:

@@ -38,26 +38,16 @@ _EMBEDDINGS = ("token_embedder", "embedding_lookup")
 
 @dataclass(frozen=True)
 class OrbaxItem:
-    """
-    One item of one step.
+    """One item of one step."""
 
-    Attributes:
-        store: The folder that was given.
-        folder: The item's folder below it, with a slash at the end; empty if it is the item.
-        run, step_folder: The folders of the run and of the step, if it lies in one.
-        prefix, step: The two parts of the step folder's name.
-        other_items: Further items of the step, which are not read.
-        skipped_steps: Later steps of the run that are not whole, with the reason.
-    """
-
-    store: Store
-    folder: str
-    run: str = ""
+    store: Store  #: the folder that was given
+    folder: str  #: below it, with a slash at the end; empty if it is the item
+    run: str = ""  #: folder of the run, if the item lies in one; so are the next three
     step_folder: str = ""
-    prefix: str = ""
+    prefix: str = ""  #: of the step folder's name
     step: int | None = None
-    other_items: Sequence[str] = ()
-    skipped_steps: Mapping[str, str] = field(default_factory=dict)
+    other_items: Sequence[str] = ()  #: of the step, not read
+    skipped_steps: Mapping[str, str] = field(default_factory=dict)  #: later ones that are not whole, with the reason
 
     @property
     def name(self) -> str:

@@ -40,23 +40,14 @@ class Origin:
 
 @dataclass(frozen=True)
 class Part:
-    """
-    A region of a source array and the elements of a parameter that it fills.
+    """A region of a source array and the elements of a parameter that it fills."""
 
-    Attributes:
-        array: Name of the source array.
-        region: The elements that are taken.
-        order: The array's axes in the order of the parameter. Axes that are left out have length 1 in the region (one
-            layer of a stack, one of two fused matrices).
-        offset: The first element of the parameter, in row-major order, that is filled.
-        transform: The same in words, for the report.
-    """
-
-    array: str
-    region: Region
+    array: str  #: name of the source array
+    region: Region  #: the elements that are taken
+    #: The array's axes in the order of the parameter. Those left out have length 1 in the region: one layer of a stack.
     order: tuple[int, ...]
-    offset: int = 0
-    transform: str = "as is"
+    offset: int = 0  #: the first element of the parameter, in row-major order, that is filled
+    transform: str = "as is"  #: the same in words, for the report
 
     @classmethod
     def all_of(cls, array: SourceArray, offset: int = 0, transform: str = "as is") -> "Part":
@@ -90,70 +81,42 @@ class Part:
 
 @dataclass(frozen=True)
 class Layout:
-    """
-    Where the arrays of a source go.
+    """Where the arrays of a source go."""
 
-    Attributes:
-        parts: The parts that fill each parameter, by its name, in the order of writing.
-        ignored: What is not read, with the reason.
-        zeros: Elements (start, stop) of a parameter that no array fills because the model never reads them.
-        unused: Arrays that the model has no use for but that are kept in [`UNUSED_FILE`]; they have parts too.
-    """
-
-    parts: Mapping[str, Sequence[Part]]
-    ignored: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, Sequence[Part]]  #: what fills each parameter, by its name, in the order of writing
+    ignored: Mapping[str, str] = field(default_factory=dict)  #: what is not read as a parameter, with the reason
+    #: Elements (start, stop) of a parameter that no array fills because the model never reads them.
     zeros: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    unused: Sequence[str] = ()
+    unused: Sequence[str] = ()  #: arrays that the model has no use for, kept in [`UNUSED_FILE`]; they have parts too
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A source whose model is known: its configuration, where each value comes from, and the layout of the arrays."""
+    """A source whose model is known."""
 
     source: Source
     config: DCFormerConfig
-    origins: Sequence[Origin]
+    origins: Sequence[Origin]  #: where each value of the configuration comes from
     layout: Layout
 
 
 @dataclass(frozen=True)
 class Files:
-    """
-    What goes beside the weights.
-
-    Attributes:
-        tokenizer: The tokenizer to save.
-        generation: Content of generation_config.json; `None`: it follows from the configuration.
-        licences: Files to copy.
-        token_ids: Special tokens that replace those of the configuration.
-        origins: Where they come from.
-    """
+    """What goes beside the weights."""
 
     tokenizer: PreTrainedTokenizerBase | None = None
-    generation: bytes | None = None
-    licences: Sequence[Path] = ()
-    token_ids: Mapping[str, int | list[int]] = field(default_factory=dict)
-    origins: Sequence[Origin] = ()
+    generation: bytes | None = None  #: content of generation_config.json; `None`: it follows from the configuration
+    licences: Sequence[Path] = ()  #: files to copy
+    token_ids: Mapping[str, int | list[int]] = field(default_factory=dict)  #: that replace those of the configuration
+    origins: Sequence[Origin] = ()  #: where they come from
 
 
 @dataclass(frozen=True)
-class Plan:
-    """
-    All that a conversion will do, from [`make_plan`].
+class Plan(Checkpoint):
+    """All that a conversion will do, from [`make_plan`]; the configuration is that of the model that results."""
 
-    Attributes:
-        source, layout: What is read, and where it goes.
-        config, origins: Configuration of the model that results, and where each value comes from.
-        files: What goes beside the weights.
-        parameters: Every tensor to write, by name, without memory (on the device `meta`).
-    """
-
-    source: Source
-    layout: Layout
-    config: DCFormerConfig
-    origins: Sequence[Origin]
     files: Files
-    parameters: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]  #: every tensor to write, by name, without memory (on the device `meta`)
 
     @property
     def model_parameters(self) -> dict[str, Tensor]:
@@ -280,28 +243,25 @@ def make_plan(checkpoint: Checkpoint, dtype: str = "keep", files: Files | None =
     config = copy.deepcopy(checkpoint.config)
     shapes = parameter_shapes(config) | {name: source.arrays[name].shape for name in layout.unused}
     _check_coverage(source, layout, shapes)
-    dtypes = {}
+    parameters = {}
     for name, parts in layout.parts.items():
-        stored = {part.array: source.arrays[part.array].dtype for part in parts}
-        dtypes[name] = reduce(torch.promote_types, stored.values())
-        if name not in layout.unused:
-            for array, of_array in stored.items():
-                if not of_array.is_floating_point or of_array.itemsize < 2:
-                    words = f"{array} in {source.location} is {dtype_name(of_array)}"
-                    raise ValueError(f"{words}; convert the unquantised model.")
-            dtypes[name] = DTYPES.get(dtype, dtypes[name])
-    config.dtype = reduce(torch.promote_types, [of for name, of in dtypes.items() if name not in layout.unused])
+        stored = reduce(torch.promote_types, [source.arrays[part.array].dtype for part in parts])
+        target = stored if name in layout.unused else DTYPES.get(dtype, stored)
+        parameters[name] = torch.empty(shapes[name], dtype=target, device="meta")
+    config.dtype = reduce(
+        torch.promote_types, [spec.dtype for name, spec in parameters.items() if name not in layout.unused]
+    )
     config.architectures = [_model_class(config).__name__]
     for key, value in files.token_ids.items():
         setattr(config, key, value)
     unstored = [f"chunks of {name}" for name, array in source.arrays.items() if not array.is_whole]
     ignored = {**layout.ignored, **dict.fromkeys(unstored, "not stored, so read as the fill value")}
-    parameters = {name: torch.empty(shapes[name], dtype=of, device="meta") for name, of in dtypes.items()}
     origins = [*checkpoint.origins, *files.origins]
-    return Plan(source, replace(layout, ignored=ignored), config, origins, files, parameters)
+    return Plan(source, config, origins, replace(layout, ignored=ignored), files, parameters)
 
 
 def _check_coverage(source: Source, layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError unless each array is read or ignored, and each parameter filled exactly once, by weights."""
     where, parts = source.location, layout.parts
     read = {part.array for of_parameter in parts.values() for part in of_parameter}
     if unread := sorted(source.arrays.keys() - read - layout.ignored.keys()):
@@ -317,6 +277,9 @@ def _check_coverage(source: Source, layout: Layout, shapes: Mapping[str, tuple[i
         if [start for start, _ in filled] != stops[:-1] or stops[-1] != math.prod(shapes[name]):
             sources = ", ".join(f"{part.array} {part.shape}" for part in of_parameter)
             raise ValueError(f"{name} has shape {shapes[name]} and is not filled exactly once by {sources} in {where}.")
+    for array in (source.arrays[part.array] for name in parts if name not in layout.unused for part in parts[name]):
+        if not array.dtype.is_floating_point or array.dtype.itemsize < 2:
+            raise ValueError(f"{array.name} in {where} is {dtype_name(array.dtype)}; convert the unquantised model.")
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:

@@ -27,7 +27,7 @@ from .authors_torch import local_folder, open_torch, read_torch
 from .beside import find_files, remembered_source, save_files
 from .conversion_report import write_report
 from .destination import Destination
-from .mapping import MAXTEXT_ROWS, Row, array_shape, axis_sizes, part_for
+from .mapping import MAXTEXT_ROWS, Row, array_shape, axis_sizes, parts_of
 from .maxtext import TRAIN_CONFIG_FILE
 from .plan import DTYPES, UNUSED_FILE, Part, Plan, joint_region, make_plan
 from .stores import import_tensorstore
@@ -49,21 +49,14 @@ _ARCHITECTURE = {"decoder_block": "dcformer", "mlp_activations": ["silu", "linea
 
 @dataclass
 class MaxTextReport:
-    """
-    Attributes:
-        destination: The run's checkpoints folder.
-        step: Its only step.
-        arrays: Per array: name, shape, dtype and the parameters it was made from.
-        seconds, source_bytes: Time and bytes read of this run; not in the file.
-        was_complete: Whether an earlier run had done all but remove its notes; not in the file.
-    """
+    """What a conversion to MaxText did."""
 
-    destination: str
-    step: int
-    arrays: list[dict[str, Any]]
-    seconds: float = 0.0
+    destination: str  #: the run's checkpoints folder
+    step: int  #: its only one
+    arrays: list[dict[str, Any]]  #: per array: name, shape, dtype and the parameters it was made from
+    seconds: float = 0.0  #: this and the rest are about this run, and not in the file
     source_bytes: int = 0
-    was_complete: bool = False
+    was_complete: bool = False  #: whether an earlier run had done all but remove its notes
 
 
 @dataclass(frozen=True)
@@ -76,7 +69,7 @@ class _Target:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    layers: list[list[tuple[str, Part]]]
+    layers: list[tuple[tuple[str, Part], ...]]
     sources: list[str]
 
     @property
@@ -232,11 +225,8 @@ def _targets(
     axis = _SCAN_AXIS if scan_layers else None
     by_array = {array: list(group) for array, group in itertools.groupby(rows, lambda row: row.array)}
 
-    def target(name: str, rows: list[Row], prefixes: list[str]) -> _Target:
-        layers = [
-            [(prefix + row.parameter, part_for(row, name, sizes, axis, index)) for row in rows]
-            for index, prefix in enumerate(prefixes)
-        ]
+    def target(name: str, rows: list[Row], numbers: list[int]) -> _Target:
+        layers = list(zip(*(parts_of(row, name, sizes, numbers, axis) for row in rows)))
         parameters = dict.fromkeys(parameter for layer in layers for parameter, _ in layer)
         sources = [parameter for parameter in parameters if parameter in plan.parameters]
         shape = array_shape(rows[0], sizes, axis, blocks)
@@ -250,13 +240,13 @@ def _targets(
 
     for array, group in by_array.items():
         if not group[0].per_layer:
-            yield target(f"params.{array}", group, [""])
+            yield target(f"params.{array}", group, [])
     stacks = {"layers": range(blocks)} if scan_layers else {f"layers_{block}": [block] for block in range(blocks)}
     for stack, sub in itertools.product(stacks, range(n)):
-        prefixes = [f"model.layers.{block * n + sub}." for block in stacks[stack]]
+        numbers = [block * n + sub for block in stacks[stack]]
         for array, group in by_array.items():
             if group[0].per_layer:
-                yield target(f"params.decoder.{stack}.{array.replace('{sub}', str(sub))}", group, prefixes)
+                yield target(f"params.decoder.{stack}.{array.replace('{sub}', str(sub))}", group, numbers)
 
 
 def _write_array(

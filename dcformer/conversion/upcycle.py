@@ -113,11 +113,10 @@ def upcycle(
     with naming(source, ValueError, LookupError, struct.error), naming_what_is_missing(folder, revision):
         theirs = AutoConfig.from_pretrained(folder, **gguf)
     _refuse_inexact(theirs, source)
-    model, stated = open_gguf(folder, theirs, **gguf) if file else (None, {})
-    if model is not None:
-        arrays = {name: _array(name, str(source), w.shape, w.dtype, w.detach) for name, w in model.state_dict().items()}
-    else:
-        arrays = open_weights(folder)
+    model, stated = open_gguf(folder, gguf, theirs) if file else (None, {})
+    read = {} if model is None else model.state_dict()
+    arrays = {name: _array(name, str(source), w.shape, w.dtype, w.detach) for name, w in read.items()}
+    arrays = arrays or open_weights(folder)
     if tokenizer is None and file:
         tokenizer = AutoTokenizer.from_pretrained(folder, **gguf)
         if (end := stated.get("tokenizer.ggml.eos_token_id")) is not None:  # Transformers 5.17 takes the begin of text
@@ -133,14 +132,13 @@ def upcycle(
     facts: dict[str, Any] = {"seed": seed}
     for origin in (folder,) if file else (folder, str(source)):
         facts |= known_origin(origin, target.path.name)
-    facts |= {"licence": stated["general.license"]} if "general.license" in stated else {}
-    read = {Path(array.where) for array in (*arrays.values(), *trained.values())}
-    stamps = file_stamps(path for path in read if path.exists())
+    if "general.license" in stated:
+        facts["licence"] = stated["general.license"]
+    paths = {Path(array.where) for array in (*arrays.values(), *trained.values())}
+    stamps = file_stamps(path for path in paths if path.exists())
     found = Source(f"{theirs.model_type} of Transformers", str(source), arrays, stamps, facts=facts)
     checkpoint = _read_model(found, theirs, settings, trained, seed)
-
-    settings_for_generate = generation_settings(stated)
-    generation = json.dumps(settings_for_generate, indent=2).encode() if settings_for_generate else None
+    generation = json.dumps(sampling, indent=2).encode() if (sampling := generation_settings(stated)) else None
     files = find_files(Path(folder), checkpoint.config, tokenizer, generation=generation)
 
     def load() -> PreTrainedModel:

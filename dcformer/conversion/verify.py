@@ -34,17 +34,12 @@ _NO_BEHAVIOUR |= {"bos_token_id", "eos_token_id", "pad_token_id"}
 
 @dataclass
 class HashCheck:
-    """
-    Attributes:
-        folder: The folder that was checked.
-        checked, nbytes: How many files the report lists, and their bytes.
-        problems: File -> what is not as in the report, as a sentence.
-    """
+    """The files of a folder against the hashes of its report."""
 
     folder: str
-    checked: int = 0
-    nbytes: int = 0
-    problems: dict[str, str] = field(default_factory=dict)
+    checked: int = 0  #: how many files the report lists
+    nbytes: int = 0  #: of them
+    problems: dict[str, str] = field(default_factory=dict)  #: by file what is not as in the report, as a sentence
 
     @property
     def same(self) -> bool:
@@ -53,16 +48,14 @@ class HashCheck:
 
 def verify_hashes(folder: str | os.PathLike, *, progress: Progress = lambda total: lambda nbytes: None) -> HashCheck:
     """
-    Check the files of a converted folder against the SHA-256 in its `conversion_report.json`.
+    Check the files of a converted folder against the SHA-256 in its `conversion_report.json`: all that differs, is
+    missing, or is not in the report.
 
     Args:
         folder: A converted Transformers folder, a name on the Hub that is one, or a folder that
             [`convert_to_maxtext`] wrote.
         progress (*optional*): Called with the number of bytes to read; returns a function that is called with every
             part done.
-
-    Returns:
-        [`HashCheck`] with everything that differs, is missing, or is not in the report.
 
     Raises:
         FileNotFoundError: if there is no report in the folder.
@@ -218,28 +211,19 @@ def _finite_check(what: str) -> Callable[[nn.Module, Any, Tensor], None]:
 
 @dataclass
 class Comparison:
-    """
-    Attributes:
-        a, b: The two checkpoints, as they were given.
-        result: `"identical"`, `"same up to rounding"` (equal in the coarser of the two dtypes) or `"different"`.
-        compared: How many tensors both have, in the same shape.
-        missing, shapes: By name, the checkpoint that lacks the tensor; the two shapes of a tensor if they differ.
-        tensors: Largest absolute difference of every tensor that is not equal.
-        config: Configuration fields that change the computation and differ.
-        logits: Distance of the logits for the same tokens; `None` if they could not be compared.
-        note: Why not.
-    """
+    """Two checkpoints, and whether they are the same model."""
 
     a: str
     b: str
+    #: `"identical"`, `"same up to rounding"` (equal in the coarser of the two dtypes) or `"different"`.
     result: str = "identical"
-    compared: int = 0
-    missing: dict[str, str] = field(default_factory=dict)
-    shapes: dict[str, list] = field(default_factory=dict)
-    tensors: dict[str, float] = field(default_factory=dict)
-    config: dict[str, list] = field(default_factory=dict)
-    logits: LogitDifference | None = None
-    note: str = ""
+    compared: int = 0  #: how many tensors both have, in the same shape
+    missing: dict[str, str] = field(default_factory=dict)  #: by tensor the checkpoint that lacks it
+    shapes: dict[str, list] = field(default_factory=dict)  #: by tensor the two shapes, if they differ
+    tensors: dict[str, float] = field(default_factory=dict)  #: largest absolute difference of those that are not equal
+    config: dict[str, list] = field(default_factory=dict)  #: fields that change the computation and differ
+    logits: LogitDifference | None = None  #: for the same tokens; `None` if they could not be compared
+    note: str = ""  #: why not
 
     @property
     def same(self) -> bool:
