@@ -83,8 +83,7 @@ def qkv_part(config: DCFormerConfig, array: SourceArray, letter: str, kind: str)
 def local_folder(source: str | os.PathLike, revision: str | None = None) -> Path:
     """The folder (or file) itself, or the download of a branch, tag or commit (`None`: `main`) of a name on the Hub."""
     if Path(source).exists():
-        if revision is not None:
-            raise ValueError(f"revision={revision!r} is of a name on the Hub, not of {str(source)!r}; leave it out.")
+        refuse_revision(source, revision)
         return Path(source)
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
         refuse_no_folder(source)
@@ -92,6 +91,11 @@ def local_folder(source: str | os.PathLike, revision: str | None = None) -> Path
     patterns += ["LICEN*", "NOTICE*"]
     with naming_what_is_missing(str(source), revision):
         return Path(snapshot_download(str(source), revision=revision, allow_patterns=patterns))
+
+
+def refuse_revision(path: str | os.PathLike, revision: str | None) -> None:
+    if revision not in (None, "main") and Path(path).exists():
+        raise ValueError(f"revision={revision!r} is of a name on the Hub, not of {str(path)!r}; leave it out.")
 
 
 def read_config(path: Path) -> DCFormerConfig:

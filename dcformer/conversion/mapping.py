@@ -142,26 +142,22 @@ def parts_of(
     Each parameter that a row fills from an array, and the part of the array; `layers` are those that it stacks, or the
     only one that it is of.
     """
-    for block, prefix in enumerate([f"model.layers.{layer}." for layer in layers] if row.per_layer else [""]):
-        yield prefix + row.parameter, part_for(row, array, sizes, stack_axis, block)
-
-
-def part_for(row: Row, array: str, sizes: dict[str, int], stack_axis: int | None = None, block: int = 0) -> Part:
-    """The part of an array that a row puts into its parameter."""
-    names = row.axes.split()
-    region = [(0, sizes[name]) for name in names]
+    axes = row.axes.split()
+    region = {axis: (0, sizes[axis]) for axis in axes}
     words = "as is" if row.order in ("", row.axes) else f"{row.axes} -> {row.order}"
     if row.pick is not None:
         axis, index = row.pick
-        region[names.index(axis)] = (index, index + 1)
+        region[axis] = (index, index + 1)
         words += f", {axis} = {index}"
     if row.part is not None:
         words += f", as its {row.part} part"
     if row.per_layer and stack_axis is not None:
-        names.insert(stack_axis, "block")
-        region.insert(stack_axis, (block, block + 1))
-    order = tuple(names.index(axis) for axis in (row.order or row.axes).split())
-    return Part(array, tuple(region), order, part_offset(row.part, sizes), words)
+        axes.insert(stack_axis, "block")
+    order = tuple(axes.index(axis) for axis in (row.order or row.axes).split())
+    for block, prefix in enumerate([f"model.layers.{layer}." for layer in layers] if row.per_layer else [""]):
+        region["block"] = (block, block + 1)
+        part = Part(array, tuple(region[axis] for axis in axes), order, part_offset(row.part, sizes), words)
+        yield prefix + row.parameter, part
 
 
 def part_offset(part: str | None, sizes: dict[str, int]) -> int:

@@ -23,7 +23,7 @@ from ..hub_dcformer import COMPOSED_SHAPE, COMPOSITION
 from ..loading import refuse_without_model
 from ..model_card import known_origin
 from .arrays import Source, SourceArray, file_stamps, open_safetensors, open_weights
-from .authors_torch import PARTS, local_folder, our_name, qkv_part
+from .authors_torch import PARTS, local_folder, our_name, qkv_part, refuse_revision
 from .beside import find_files
 from .conversion_report import ConversionReport
 from .convert import write_model
@@ -106,6 +106,7 @@ def upcycle(
     target = Destination(destination, source, force)
     folder, file = os.path.split(source) if str(source).endswith(".gguf") else (local_folder(source, revision), "")
     refuse_without_model(folder := str(folder or "."), file or "config.json")
+    refuse_revision(source, revision)
     depth = None if file else read_json(Path(folder, "config.json")).get("num_hidden_layers")
     if isinstance(depth, int) and depth > MAX_LAYERS:  # of which Transformers would make lists
         raise ValueError(f"num_hidden_layers of {str(source)!r} must be at most {MAX_LAYERS}, got {depth}.")

@@ -221,6 +221,17 @@ def test_a_converted_model_of_the_hub_is_verified_with_all_of_its_files(hub, mon
     assert [*filter_repo_objects(files, allow_patterns=patterns)] == files and len(files) > 10
 
 
+def test_a_revision_of_the_hub_is_converted_and_inspected(hub):
+    for kind, folder in (("torch", "ours"), ("to-maxtext --approximate", "jax")):
+        for name in ("acme/steps old --revision v1", "acme/ours-1.0 same", "acme/steps other"):
+            assert call(f"convert {kind} {name.replace(' ', f' {folder}-', 1)}").exit_code == 0
+        assert [call(f"verify {folder}-old {folder}-{name}").exit_code for name in ("same", "other")] == [0, 1]
+    assert commit_of(hub, "acme/steps", "v1") in call("inspect acme/steps --json --revision v1").stdout
+    for command in ("inspect {} --revision v1", "convert torch {} new --revision v1"):
+        assert "revision='v1' is of a name on the Hub, not of 'ours-old'" in call(command.format("ours-old")).stderr
+        assert "in its revision 'v1' is not in the cache" in call(command.format("acme/theirs")).stderr
+
+
 @pytest.mark.parametrize(
     "command",
     ["generate {} x", "inspect {}", "verify {}", "verify acme/theirs {}", "convert torch {} out", "serve {}"]

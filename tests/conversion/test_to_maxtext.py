@@ -1,5 +1,6 @@
 """Writing MaxText checkpoints: the way back from a converted folder gives the original arrays."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from dcformer.conversion import Plan, convert_maxtext, convert_to_maxtext, convert_torch, make_plan
+from dcformer.conversion import Files, Plan, convert_maxtext, convert_to_maxtext, convert_torch, make_plan
 from dcformer.conversion.maxtext import TRAIN_CONFIG_FILE, open_maxtext, read_maxtext
 from dcformer.conversion.orbax import open_orbax
 
@@ -34,7 +35,13 @@ def read_params(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def plan_maxtext(folder: Path, train_config: Path | None = None) -> Plan:
-    return make_plan(read_maxtext(open_maxtext(folder), train_config))
+    """The plan, twice: a plan changes nothing of what it is made of, and cannot be changed."""
+    checkpoint = read_maxtext(open_maxtext(folder), train_config)
+    plan = make_plan(checkpoint, "float16", Files(token_ids={"bos_token_id": 1}))
+    assert plan.config.bos_token_id == 1 and {spec.dtype for spec in plan.model_parameters.values()} == {torch.float16}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.config = checkpoint.config
+    return make_plan(checkpoint)
 
 
 def assert_identical(actual: Plan | dict[str, torch.Tensor], expected: dict[str, torch.Tensor]):
