@@ -1,5 +1,6 @@
 """Writing MaxText checkpoints: the way back from a converted folder gives the original arrays."""
 
+import copy
 import dataclasses
 import json
 import subprocess
@@ -35,13 +36,7 @@ def read_params(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def plan_maxtext(folder: Path, train_config: Path | None = None) -> Plan:
-    """The plan, twice: a plan changes nothing of what it is made of, and cannot be changed."""
-    checkpoint = read_maxtext(open_maxtext(folder), train_config)
-    plan = make_plan(checkpoint, "float16", Files(token_ids={"bos_token_id": 1}))
-    assert plan.config.bos_token_id == 1 and {spec.dtype for spec in plan.model_parameters.values()} == {torch.float16}
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        plan.config = checkpoint.config
-    return make_plan(checkpoint)
+    return make_plan(read_maxtext(open_maxtext(folder), train_config))
 
 
 def assert_identical(actual: Plan | dict[str, torch.Tensor], expected: dict[str, torch.Tensor]):
@@ -108,6 +103,17 @@ def test_a_given_training_yaml_wins_over_that_beside_the_step_and_either_must_fi
         convert_maxtext(tmp_path / "run" / "0", tmp_path / "back")
     with pytest.raises(FileNotFoundError, match=r"none\.yml' cannot be read: No such file"):
         plan_maxtext(tmp_path / "run", train_config=tmp_path / "none.yml")
+
+
+def test_a_plan_changes_nothing_of_what_it_is_made_of(tmp_path):
+    write_checkpoint(tmp_path, maxtext_leaves(0, layers=2))
+    checkpoint = read_maxtext(open_maxtext(tmp_path))
+    before = copy.deepcopy((checkpoint.config.to_dict(), checkpoint.layout, checkpoint.origins))
+    plan = make_plan(checkpoint, "float16", Files(token_ids={"bos_token_id": 1}))
+    assert (checkpoint.config.to_dict(), checkpoint.layout, checkpoint.origins) == before
+    assert (plan.config.bos_token_id, plan.config.dtype, checkpoint.config.bos_token_id) == (1, torch.float16, 0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.parameters = {}
 
 
 @pytest.mark.parametrize("by", [convert_torch, convert_to_maxtext])
