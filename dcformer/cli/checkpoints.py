@@ -36,7 +36,7 @@ class _Conversion:
 class _ToTransformers(_Conversion):
     dtype: Annotated[
         Literal["keep", "float32", "bfloat16", "float16"],
-        typer.Option(help="Number type of the written parameters; keep: as in SRC."),
+        typer.Option(metavar="TYPE", help="Of the parameters: keep (as in SRC), float32, bfloat16 or float16."),
     ] = "keep"
     tokenizer: Annotated[
         str | None, typer.Option(help="Tokenizer folder or tokenizer.json to save with the model.")
@@ -117,7 +117,8 @@ class _ToMaxText(_Conversion):
     scan_layers: Annotated[bool, typer.Option(help="Stack the layers in one array per parameter.")] = True
     layers_per_block: Annotated[int | None, typer.Option(help="Layers in a block.", show_default="as in SRC")] = None
     param_dtype: Annotated[
-        Literal["keep", "float32", "bfloat16"], typer.Option(help="Number type of the written arrays.")
+        Literal["keep", "float32", "bfloat16"],
+        typer.Option(metavar="TYPE", help="Of the arrays: keep (as in SRC), float32 or bfloat16."),
     ] = "keep"
     fused_qkv: Annotated[bool, typer.Option("--fused-qkv", help="Write one array for query, key and value.")] = False
     fused_mlp: Annotated[bool, typer.Option("--fused-mlp", help="Write one array for gate and up.")] = False
