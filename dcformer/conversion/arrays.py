@@ -84,10 +84,10 @@ def open_weights(folder: str | Path) -> dict[str, SourceArray]:
     """
     arrays: dict[str, SourceArray] = {}
     for path in _weight_files(Path(folder)):
-        for array in open_safetensors(path) if path.suffix == ".safetensors" else _open_torch(path):
-            if array.name in arrays:
-                raise ValueError(f"{array.name} is in {arrays[array.name].where} and in {path}; remove one of the two.")
-            arrays[array.name] = array
+        opened = open_safetensors(path) if path.suffix == ".safetensors" else _open_torch(path)
+        for name in sorted(opened.keys() & arrays.keys()):
+            raise ValueError(f"{name} is in {arrays[name].where} and in {path}; remove one of the two.")
+        arrays |= opened
     return arrays
 
 
@@ -103,21 +103,23 @@ def _weight_files(folder: Path) -> list[Path]:
     raise FileNotFoundError(f"{str(folder)!r} holds no weights: no {_WEIGHT_FILES[0][0]}, no {_WEIGHT_FILES[1][0]}.")
 
 
-def open_safetensors(path: Path) -> list[SourceArray]:
+def open_safetensors(path: Path) -> dict[str, SourceArray]:
+    """The arrays of a safetensors file, by name. Only its header is read."""
+
     def load(name: str, slices: tuple[slice, ...]) -> Tensor:
         with safe_open(path, framework="pt") as file:
             return file.get_slice(name)[slices]
 
-    arrays = []
+    arrays = {}
     with naming(path, SafetensorError), safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118  it is no dictionary
             shape = tuple(file.get_slice(name).get_shape())
             dtype = file.get_slice(name)[tuple(slice(0, 0) for _ in shape)].dtype
-            arrays.append(SourceArray(name, str(path), shape, dtype, shape, partial(load, name)))
+            arrays[name] = SourceArray(name, str(path), shape, dtype, shape, partial(load, name))
     return arrays
 
 
-def _open_torch(path: Path) -> list[SourceArray]:
+def _open_torch(path: Path) -> dict[str, SourceArray]:
     with naming(path, Exception):  # damaged pickles and archives raise errors of any class
         # Files from before torch 1.6 are no archives: they cannot be mapped, and have no checksums.
         archive = zipfile.ZipFile(path) if zipfile.is_zipfile(path) else None
@@ -135,10 +137,11 @@ def _open_torch(path: Path) -> list[SourceArray]:
         check()
         return state[name][slices]
 
-    return [
-        SourceArray(name, str(path), tuple(values.shape), values.dtype, tuple(values.shape), partial(load, name))
-        for name, values in state.items()
-    ]
+    shapes = {name: tuple(values.shape) for name, values in state.items()}
+    return {
+        name: SourceArray(name, str(path), shape, state[name].dtype, shape, partial(load, name))
+        for name, shape in shapes.items()
+    }
 
 
 def open_npz(path: Path) -> dict[str, SourceArray]:

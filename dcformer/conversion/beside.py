@@ -55,7 +55,8 @@ def find_files(
             generation = path.read_bytes()
         path = path if is_run else folder / "config.json"
         stated = {key: value for key, value in read_json(path).items() if value is not None} if path.is_file() else {}
-    loaded: Any = folder if tokenizer is None and _has_tokenizer(folder) else tokenizer
+    has_one = folder is not None and any(any(folder.glob(names)) for names in _TOKENIZERS)
+    loaded: Any = folder if tokenizer is None and has_one else tokenizer
     if isinstance(loaded, str | os.PathLike):
         loaded = load_tokenizer(loaded)
     ids = {key: stated[key] for key in _TOKEN_IDS if is_run and key in stated}
@@ -74,10 +75,6 @@ def find_files(
         generation = json.dumps(settings | changed, indent=2).encode() + b"\n"
     licences = [path for names in _LICENCES if folder is not None for path in folder.glob(names) if path.is_file()]
     return Files(loaded, generation, licences, ids, origins)
-
-
-def _has_tokenizer(folder: Path | None) -> bool:
-    return folder is not None and any(any(folder.glob(names)) for names in _TOKENIZERS)
 
 
 def _has(stated: int | list[int] | None, value: int) -> bool:

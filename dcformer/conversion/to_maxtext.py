@@ -144,7 +144,7 @@ def convert_to_maxtext(
     _refuse_inexpressible(config, folder, fused_qkv, approximate)
     per_block = _layers_per_block(config, layers_per_block, remembered.get("layers_per_block"))
     path = folder / UNUSED_FILE
-    unused = {array.name: array for array in open_safetensors(path)} if path.is_file() else {}
+    unused = open_safetensors(path) if path.is_file() else {}
     targets = list(_targets(plan, unused, _rows(config, fused_qkv, fused_mlp), per_block, scan_layers, param_dtype))
     records = [array.record for array in targets]
     layout = {"scan_layers": scan_layers, "fused_qkv": fused_qkv, "fused_mlp": fused_mlp}

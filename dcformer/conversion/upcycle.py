@@ -266,7 +266,7 @@ def _open_composition(path: Path, source: PreTrainedConfig) -> tuple[dict[str, S
     for name in COMPOSED_SHAPE:
         if (size := fields.pop(name, None)) != (needed := getattr(source, name)):
             raise ValueError(f"{str(path)!r} must be the composition of a model with {name}={needed}, got {size}.")
-    return {array.name: array for array in open_safetensors(path)}, fields
+    return open_safetensors(path), fields
 
 
 def _check(
