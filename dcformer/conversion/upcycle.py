@@ -26,13 +26,13 @@ from .arrays import Source, SourceArray, file_stamps, open_safetensors, open_wei
 from .authors_torch import PARTS, local_folder, our_name, qkv_part, refuse_revision
 from .beside import find_files
 from .conversion_report import ConversionReport
-from .convert import write_model
 from .destination import Destination
 from .gguf import generation_settings, open_gguf
 from .mapping import axis_sizes
 from .plan import DTYPES, Checkpoint, Layout, Origin, Part, group_parts, make_plan, parameter_shapes
 from .settings import naming, read_json
 from .verify import folder_logits, logit_difference, run_streamed, spread_tokens
+from .writer import write_model
 
 
 # What a family has besides the fields of its configuration, most of which have our names.

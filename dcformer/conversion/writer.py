@@ -1,7 +1,10 @@
-"""Writing a plan as sharded safetensors, one shard at a time, except those that an earlier run has finished."""
+"""Writing a plan as a Transformers folder, one shard at a time, except those that an earlier run has finished."""
 
+import copy
 import hashlib
 import json
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,17 +13,108 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils.hub import convert_file_size_to_int
 
 from ..common.dtypes import dtype_name
 from ..common.files import json_digest, set_usual_mode
+from ..configuration_dcformer import DCFormerConfig
+from .beside import save_files
+from .conversion_report import ConversionReport, write_model_card, write_report
 from .destination import Destination
-from .plan import UNUSED_FILE, Part, Plan, UnfitWeightsError
+from .plan import UNUSED_FILE, Origin, Part, Plan, UnfitWeightsError, listed, meta_model
+from .verify import LOGIT_TOLERANCE, Progress, load_reference, verify_folder
 
 
 _INDEX_FILE = "model.safetensors.index.json"
 
 
-def write_shards(
+def write_model(
+    plan: Plan,
+    target: Destination,
+    *,
+    max_shard_size: str | int = "2GB",
+    with_code: bool = False,
+    verify: bool = True,
+    reference_logits: str | os.PathLike | None = None,
+    tolerance: float = LOGIT_TOLERANCE,
+    check: Callable[[Path], dict[str, str]] = lambda folder: {},
+    progress: Progress = lambda total: lambda nbytes: None,
+) -> ConversionReport:
+    """
+    Write what a plan says as a Transformers folder: sharded safetensors, configuration, tokenizer, model card, report.
+
+    The folder is built beside the destination and renamed at the end. After an interruption, the same call checks the
+    hashes of the finished shards, writes the others, and ends with the same bytes.
+
+    Args:
+        plan: From [`make_plan`].
+        target: Where to write.
+        max_shard_size (defaults to `"2GB"`): Largest size of a weights file; memory grows with it.
+        with_code (defaults to `False`): Write the Python files of the model too, so that the folder loads with
+            `trust_remote_code=True` where dcformer is not installed.
+        verify (defaults to `True`): Refuse weights that hold NaN or infinity, and run a short forward.
+        reference_logits (*optional*): `.npz` with `tokens` (batch, length) and `logits` (batch, length, vocabulary),
+            which the model must reproduce in float32.
+        tolerance (defaults to 2e-4): Largest absolute difference allowed there.
+        check (*optional*): Called with the finished folder if `verify` is set; returns results by name, raises
+            ValueError if the folder is wrong.
+        progress (*optional*): Called with the number of bytes to read; returns a function that is called with every
+            part done.
+
+    Raises:
+        ValueError: if the weights are not finite, or the model does not reproduce the reference logits.
+    """
+    started = time.monotonic()
+    shard_bytes = convert_file_size_to_int(max_shard_size)
+    reference = None if reference_logits is None else load_reference(reference_logits, plan.config.vocab_size)
+    total = plan.source_bytes(plan.parameters)
+    with target.open({**plan.fingerprint, "shard_bytes": shard_bytes, "verify": verify}) as folder:
+        if target.report is not None:
+            origins = [Origin(**origin) for origin in target.report["origins"]]
+            found = {**target.report, "origins": origins, "destination": str(target.path)}
+            return ConversionReport(**found, was_complete=True)
+        resumed = len(target.finished)
+        # Here, where the destination is locked: no progress bar starts for a conversion that must not run.
+        records = _write_shards(plan, target, shard_bytes, verify, progress(total))
+        bad = [record["parameter"] for record in records if not record["finite"]]
+        values = f"NaN or infinity in {listed(bad)}" if bad else f"{len(records)} tensors, all finite"
+        report = ConversionReport(
+            {**plan.source.record, "sha256": _source_digest(records, plan)},
+            list(plan.origins),
+            records,
+            dict(plan.layout.ignored),
+            {"values": values},
+            destination=str(target.path),
+            source_bytes=total,
+            resumed_shards=resumed,
+        )
+        config = _save_configuration(plan, folder, with_code)
+        save_files(plan.files, config, folder)
+        if verify or reference is not None:
+            report.verification |= verify_folder(folder, reference, tolerance)
+        if verify:
+            report.verification |= check(folder)
+        write_model_card(folder, target.path.name, plan, config, report)
+        report.files = write_report(folder, report.to_dict())
+    report.seconds = time.monotonic() - started
+    return report
+
+
+def _save_configuration(plan: Plan, folder: Path, with_code: bool) -> DCFormerConfig:
+    """Write the configuration and the Python files of the classes; return it as it was written."""
+    config: Any = copy.deepcopy(plan.config)
+    if with_code:  # as `register_for_auto_class` does, but for these objects alone
+        config._auto_class = "AutoConfig"
+        causal_lm: Any = meta_model(config)
+        for model, auto_class in ((causal_lm.model, "AutoModel"), (causal_lm, "AutoModelForCausalLM")):
+            model._auto_class = auto_class
+            custom_object_save(model, folder, config)
+    config.save_pretrained(folder)
+    return config
+
+
+def _write_shards(
     plan: Plan, target: Destination, max_shard_bytes: int, only_finite: bool, advance: Callable[[int], object]
 ) -> list[dict[str, Any]]:
     """
@@ -57,7 +151,7 @@ def _write_shard(
                 "region": [list(interval) for interval in part.region],
                 "transform": part.transform,
                 "dtype": dtype_name(values.dtype),
-                "sha256": tensor_digest(values),
+                "sha256": _tensor_digest(values),
             }
         )
         advance(values.nbytes)
@@ -74,7 +168,7 @@ def _write_shard(
                 "shape": list(values.shape),
                 "dtype": dtype_name(values.dtype),
                 "file": path.name,
-                "sha256": tensor_digest(values),
+                "sha256": _tensor_digest(values),
                 "finite": is_finite,
                 "max_rounding_error": rounding[name],
                 "sources": sources[name],
@@ -85,12 +179,12 @@ def _write_shard(
     return records
 
 
-def tensor_digest(values: Tensor) -> str:
+def _tensor_digest(values: Tensor) -> str:
     """SHA-256 of the bytes of the elements, in row-major order."""
     return hashlib.sha256(values.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
-def source_digest(records: list[dict[str, Any]], plan: Plan) -> str:
+def _source_digest(records: list[dict[str, Any]], plan: Plan) -> str:
     """SHA-256 over the name, dtype and shape of every array that was read, and the hashes of its parts."""
     parts = [(part["array"], part["region"], part["sha256"]) for record in records for part in record["sources"]]
     read = {name: plan.source.arrays[name] for name in sorted({name for name, _, _ in parts})}
