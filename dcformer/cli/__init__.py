@@ -8,6 +8,7 @@ import typer
 
 from ..version_dcformer import __version__
 from .analyse import analyse_command
+from .chat import chat_command
 from .checkpoints import card_command, convert_app, inspect_command, verify_command
 from .environment import env_command
 from .evaluate import eval_command, lm_eval_command, report_command, tasks_command
@@ -22,6 +23,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # in 80 columns its boxes cut names of options
     context_settings=QUICK_HELP,
 )
 
@@ -43,6 +45,7 @@ def _root(
 
 # In the order of the help.
 app.command("generate")(generate_command)
+app.command("chat")(chat_command)
 app.command("demo")(demo_command)
 app.command("serve", context_settings=PASS_OPTIONS_ON)(serve_command)
 app.command("train")(train_command)

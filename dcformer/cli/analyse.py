@@ -26,7 +26,7 @@ def analyse_command(
     revision: Revision = None,
     debug: Debug = False,
 ) -> None:
-    """Write a web page: attention maps of all heads, their diversity, and the effect of every branch."""
+    """Write a web page about a model's heads. It shows their maps, their diversity, and the effect of every branch."""
     if (text is None) == (data is None):
         raise typer.BadParameter("Give either --text or --data.")
     with running_quietly(debug):

@@ -36,7 +36,7 @@ def env_command(
     device: Device = None,
     debug: Debug = False,
 ) -> None:
-    """Print versions, the device and which kernels are chosen, as a report of a fault needs them."""
+    """Print versions, the device and which kernels are chosen. A report of a fault needs them."""
     with running_command(debug):
         import torch
 

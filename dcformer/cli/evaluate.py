@@ -116,7 +116,7 @@ def report_command(
     ] = "none",
     debug: Debug = False,
 ) -> None:
-    """Print the results of evaluations as tables, laid out as in the paper."""
+    """Print results of evaluations as tables of the paper."""
     with running_command(debug, loads_models=False):
         from ..eval import build_report, plot_deltas
 
@@ -151,7 +151,7 @@ def tasks_command(
 
 
 def lm_eval_command(context: typer.Context, debug: Debug = False) -> None:
-    """Run lm-eval's own command line, which then knows the models of this package: --model hf, or dcformer."""
+    """Run lm-eval's own command line. It knows the models of this package: --model hf, or dcformer."""
     with running_command(debug, is_first=is_first_process()), leaving_process_group():
         from ..eval import DCFormerLM  # noqa: F401  (registers it, or names the extra)
         from ..pretrained import pretrained_names

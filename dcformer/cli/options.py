@@ -1,6 +1,11 @@
-"""Options that several commands share."""
+"""Options that several commands share, one by one or as a dataclass."""
 
-from typing import Annotated, Literal
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import Parameter
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -27,3 +32,62 @@ Tokenizer = Annotated[
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.", show_default="main")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
+
+_CONFIG = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """Options of the commands that generate text."""
+
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of new tokens.", show_default=f"{_CONFIG}, else 256")
+    ] = None
+    do_sample: Annotated[
+        bool | None, typer.Option("--do-sample/--greedy", help="Sample, or decode greedily.", show_default=_CONFIG)
+    ] = None
+    temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature; 0: decode greedily.")] = None
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k likeliest tokens; 0: all.")] = None
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Sample from the likeliest tokens that sum to this.")
+    ] = None
+    min_p: Annotated[float | None, typer.Option(min=0, max=1, help="Minimum probability, relative to the highest.")] = (
+        None
+    )
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1, repeat tokens less often.")] = None
+    num_beams: Annotated[int | None, typer.Option(min=1, help="Number of beams of a beam search.")] = None
+    seed: Annotated[int | None, typer.Option(help="Seed of sampling.")] = None
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End the text before this string; repeatable.", show_default=_CONFIG)
+    ] = None
+    dtype: Dtype = None
+    device: Device = None
+    attn_implementation: Annotated[str | None, typer.Option(help="Such as dcmha_plain.", show_default="auto")] = None
+    oov_policy: Annotated[
+        Literal["error", "clamp"] | None,
+        typer.Option(help="Token ids without embedding: refuse them, or use the last.", show_default="config.json"),
+    ] = None
+    cache_implementation: Annotated[
+        Literal["dynamic", "static", "offloaded", "offloaded_static", "quantized"] | None,
+        typer.Option("--cache", help="Kind of cache.", show_default="dynamic"),
+    ] = None
+    assistant_model: Annotated[str | None, typer.Option(help="Small model that drafts tokens.")] = None
+    tokenizer: Tokenizer = None
+    revision: Revision = None
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose parameter `options`, a dataclass, is an option for each of its fields on the command line."""
+    signature = inspect.signature(command, eval_str=True)
+    kind = signature.parameters["options"].annotation
+    fields = [field.replace(kind=Parameter.KEYWORD_ONLY) for field in inspect.signature(kind).parameters.values()]
+
+    @functools.wraps(command)
+    def call(**given: Any) -> None:
+        command(options=kind(**{field.name: given.pop(field.name) for field in fields}), **given)
+
+    parameters: list[Parameter] = []
+    for name, parameter in signature.parameters.items():
+        parameters += fields if name == "options" else [parameter]
+    call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return call

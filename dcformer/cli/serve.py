@@ -55,7 +55,7 @@ def demo_command(
     revision: Revision = None,
     debug: Debug = False,
 ) -> None:
-    """Open a web demo of a model: streamed text, and attention before and after composition."""
+    """Open a web demo of a model: streamed text, and its attention."""
     with running_quietly(debug, interrupted="Stopped."):
         from ..demo import serve_page
 

@@ -31,7 +31,7 @@ def train_command(
     ] = True,
     debug: Debug = False,
 ) -> None:
-    """Train the model or the sweep of a recipe; the same command resumes it after a stop."""
+    """Train the model or the sweep of a recipe. The same command resumes it after a stop."""
     with running_command(debug, _INTERRUPTED, is_first_process()), leaving_process_group():
         from ..training import load_recipe, train
 

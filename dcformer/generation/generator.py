@@ -53,8 +53,8 @@ class TextGenerator:
         drafts: Whether tokens are drafted, by an assistant or otherwise; prompts are then continued one after another.
 
     Raises:
-        ValueError: if a stop string is empty, an option of sampling comes with `do_sample=False`, or an option, also
-            one of generation_config.json, asks for several answers to a prompt.
+        ValueError: if a stop string is empty, an option of sampling comes with `do_sample=False`, an assistant with
+            beams, or an option, also one of generation_config.json, asks for several answers to a prompt.
     """
 
     def __init__(
@@ -73,6 +73,8 @@ class TextGenerator:
         self._warn: Callable[[str], Any] | None = warn
         self._eos = _eos_token_ids(self.config, loaded.tokenizer)
         if assistant is not None:
+            if (beams := self.config.num_beams or 1) > 1:  # Transformers would silently not use it
+                raise ValueError(f"assistant={assistant.name!r} drafts for num_beams=1, got {beams}; leave it out.")
             self.options["assistant_model"] = assistant.model
             if assistant.model.config.get_text_config().vocab_size != loaded.model.config.get_text_config().vocab_size:
                 self.options |= {"tokenizer": loaded.tokenizer, "assistant_tokenizer": assistant.tokenizer}

@@ -1,5 +1,6 @@
-"""`dcformer generate`: only text on stdout, streamed, in a conversation and for a file that is resumed."""
+"""`dcformer generate` and `chat`: only text on stdout, streamed, in a conversation and for a file that is resumed."""
 
+import functools
 import json
 import multiprocessing
 import os
@@ -31,8 +32,8 @@ PROMPTS = ["Ruth likes Paris", PROMPT, "Who has a goat?", "Mumbai", "The city in
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 
 
-def call(*arguments, **options):
-    return CliRunner().invoke(app, ["generate", *map(str, arguments)], **options)
+def call(*arguments, command="generate", **options):
+    return CliRunner().invoke(app, [command, *map(str, arguments)], **options)
 
 
 def records_of(file):
@@ -154,12 +155,13 @@ def test_a_conversation_continues_from_its_cache_with_the_same_answers(endless, 
     (tmp_path / "chat.jinja").write_text(template)
     model = shutil.copytree(endless, tmp_path / "model")
     GenerationConfig(**CONVERSATIONS[kind]).save_pretrained(model)
-    options = (model, "--chat", "--chat-template", tmp_path / "chat.jinja", "--max-new-tokens", 5)
-    kept = call(*options, input="Ruth likes Paris\n\nWho has Mumbai\nWhich is different\n")
+    chat = functools.partial(call, model, command="chat")
+    options = ("--chat-template", tmp_path / "chat.jinja", "--max-new-tokens", 5)
+    kept = chat(*options, input="Ruth likes Paris\n\nWho has Mumbai\nWhich is different\n")
     assert kept.exit_code == 0 and len(kept.stdout.split("\n")) >= 4
     stream = TextGenerator.stream
     monkeypatch.setattr(TextGenerator, "stream", lambda self, ids, **cache: stream(self, ids))
-    assert call(*options, "Ruth likes Paris", input="Who has Mumbai\nWhich is different\n").stdout == kept.stdout
+    assert chat("Ruth likes Paris", *options, input="Who has Mumbai\nWhich is different\n").stdout == kept.stdout
 
 
 @pytest.mark.parametrize("ending", ["txt", "jsonl"])
@@ -233,37 +235,35 @@ def test_ids_without_an_embedding_follow_the_policy(tmp_path, policy):
 
 
 WRONG = {
-    "no model": (["nowhere/at/all", "x"], "nowhere/at/all"),
-    "empty prompt": (["dcformer-tiny"], "text to continue, got ''"),
-    "two kinds of prompt": (["dcformer-tiny", "x", "--prompts", "f"], "--prompts"),
-    "no chat template": (["dcformer-tiny", "hello", "--chat"], "by --chat-template"),
-    "output alone": (["dcformer-tiny", "x", "--output", "f"], "--output f goes only with --prompts"),
-    "no output": (["dcformer-tiny", "--prompts", "f"], "--prompts f goes only with --output"),
-    "batches of one": (["dcformer-tiny", "x", "--batch-size", "3"], "--batch-size 3 goes only with --prompts"),
-    "field of no file": (["dcformer-tiny", "--chat", "--field", "text"], "--field text goes only with --prompts"),
-    "template": (["dcformer-tiny", "x", "--chat-template", "f"], "--chat-template f goes only with --chat"),
-    "no chat in a file": (["dcformer-tiny", "--prompts", "f", "--output", "o", "--chat-template", "f"], "--chat"),
-    "beams of a draft": (["dcformer-tiny", "x", "--num-beams", "2", "--assistant-model", "dcformer-tiny"], "got 2"),
-    "greedy temperature": (["dcformer-tiny", "x", "--greedy", "--temperature", "2"], "temperature=2.0"),
-    "attention": (["dcformer-tiny", "x", "--attn-implementation", "sdpa"], "sdpa"),
-    "not UTF-8": (["dcformer-tiny", "caf\udce9"], r"The prompt must be UTF-8, got 'caf\udce9'."),
-    "input not UTF-8": (["dcformer-tiny"], r"standard input must be UTF-8, got 'a\nb\udce9' in line 2.", b"a\nb\xe9\n"),
-    "message not UTF-8": (["dcformer-tiny", "--chat"], r"A message must be UTF-8, got '\udcff'", b"\n\xff"),
-    "no file": (["dcformer-tiny", "--prompts", "none.txt", "--output", "o"], "Error: 'none.txt': No such file"),
-    "empty file": (["dcformer-tiny", "--prompts", "empty.txt", "--output", "o"], "'empty.txt' is empty"),
-    "empty line": (["dcformer-tiny", "--prompts", "blank.txt", "--output", "o"], "Line 2 of "),
-    "a folder": (["dcformer-tiny", "--prompts", "one.txt", "--output", "folder"], "directory"),
+    "no model": ("generate nowhere/at/all x", "nowhere/at/all"),
+    "empty prompt": ("generate dcformer-tiny", "text to continue, got ''"),
+    "two kinds of prompt": ("generate dcformer-tiny x --prompts f --output o", "without PROMPT"),
+    "no chat template": ("chat dcformer-tiny hello", "by --chat-template"),
+    "output alone": ("generate dcformer-tiny x --output f", "--output f goes only with --prompts"),
+    "no output": ("generate dcformer-tiny --prompts f", "--prompts f goes only with --output"),
+    "batches of one": ("generate dcformer-tiny x --batch-size 3", "--batch-size 3 goes only with --prompts"),
+    "field of no file": ("generate dcformer-tiny --field text", "--field text goes only with --prompts"),
+    "beams of a draft": ("generate dcformer-tiny x --num-beams 2 --assistant-model dcformer-tiny", "got 2"),
+    "greedy temperature": ("generate dcformer-tiny x --greedy --temperature 2", "temperature=2.0"),
+    "attention": ("generate dcformer-tiny x --attn-implementation sdpa", "sdpa"),
+    "not UTF-8": ("generate dcformer-tiny caf\udce9", r"The prompt must be UTF-8, got 'caf\udce9'."),
+    "input not UTF-8": ("generate dcformer-tiny", r"input must be UTF-8, got 'a\nb\udce9' in line 2.", b"a\nb\xe9\n"),
+    "message not UTF-8": ("chat dcformer-tiny", r"A message must be UTF-8, got '\udcff'", b"\n\xff"),
+    "no file": ("generate dcformer-tiny --prompts none.txt --output o", "Error: 'none.txt': No such file"),
+    "empty file": ("generate dcformer-tiny --prompts empty.txt --output o", "'empty.txt' is empty"),
+    "empty line": ("generate dcformer-tiny --prompts blank.txt --output o", "Line 2 of "),
+    "a folder": ("generate dcformer-tiny --prompts one.txt --output folder", "directory"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_use_is_one_line(case, tmp_path, monkeypatch):
-    arguments, words, *given = WRONG[case]
+    line, words, *given = WRONG[case]
     monkeypatch.chdir(tmp_path)
     Path("blank.txt").write_text("a\n \n")
     Path("empty.txt").touch()
     Path("one.txt").write_text("a")
     Path("folder").mkdir()
-    done = call(*arguments, input=given[0] if given else "")
+    done = CliRunner().invoke(app, line.split(), input=given[0] if given else "")
     assert done.exit_code == 1 and done.stdout == "" and done.stderr.count("\n") == 1
     assert done.stderr.startswith("Error: ") and words in done.stderr
