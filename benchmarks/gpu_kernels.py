@@ -21,7 +21,7 @@ from dcformer.kernels.call import Call
 from dcformer.kernels.triton import attention_backward as backward
 from dcformer.kernels.triton import attention_decode as decode
 from dcformer.kernels.triton import attention_forward as forward
-from dcformer.kernels.triton import backend as ops
+from dcformer.kernels.triton import triton_backend as ops
 from dcformer.kernels.triton import tuning
 from dcformer.training import visible_pairs
 from dcformer.types_dcformer import AttentionInputs

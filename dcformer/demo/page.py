@@ -14,7 +14,7 @@ from ..common.optional import import_optional
 from ..configuration_dcformer import DCFormerConfig
 from ..generation import TextGenerator
 from ..loading import LoadedModel, load_model
-from .picture import copying_head, draw
+from .attention_picture import copying_head, draw
 
 
 _MOST_NEW = 512

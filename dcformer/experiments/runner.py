@@ -27,8 +27,8 @@ from ..common.processes import count_processes
 from ..common.quiet import quiet_libraries
 from ..common.terminal import make_console, progress_bar
 from ..training import Recipe, fingerprint_inputs, first_difference, resolve_precision, train
-from .recipe import Run, SweepRecipe, plan_sweep
-from .report import plot_sweep, print_report
+from .sweep_recipe import Run, SweepRecipe, plan_sweep
+from .sweep_report import plot_sweep, print_report
 
 
 RESULT, RESULTS, PLOT = "result.json", "results.json", "sweep.png"

@@ -1,8 +1,8 @@
 """Backends of composed attention beside plain torch: C++ for CPUs, Triton for GPUs."""
 
 from ..dcmha import register_backend
-from .cpu.backend import CPUBackend, has_bfloat16_products
-from .triton.backend import TritonBackend, set_workspace_bytes
+from .cpu.cpu_backend import CPUBackend, has_bfloat16_products
+from .triton.triton_backend import TritonBackend, set_workspace_bytes
 
 
 def register() -> None:

@@ -1,4 +1,4 @@
-"""A training run, from its recipe to a folder that Transformers loads; `checkpoints` lists the files."""
+"""A training run, from its recipe to a folder that Transformers loads; `run_files` lists the files."""
 
 import contextlib
 import json
@@ -16,10 +16,10 @@ from ..common.hub import find_commit
 from ..common.processes import count_processes, in_first_process
 from ..head_tasks import build_tokenizer as build_head_tasks_tokenizer
 from ..loading import find_folder, fingerprint_tokenizer, load_tokenizer, refuse_without_model
-from . import checkpoints
-from .checkpoints import COMPOSITION_FILE, FINAL, LOCK_FILE, RECIPE_FILE, UNFINISHED
+from . import run_files
 from .data import build_datasets, fingerprint_documents, fingerprint_files
 from .recipe import HEAD_TASKS, Recipe, build_config, first_difference
+from .run_files import COMPOSITION_FILE, FINAL, LOCK_FILE, RECIPE_FILE, UNFINISHED
 from .summary import plot_losses, write_training_card
 from .trainer import OnProgress, RecipeTrainer, training_arguments
 
@@ -74,7 +74,7 @@ def train(recipe: Recipe, resume: bool = True, on_progress: OnProgress | None = 
             return _find_checkpoint(recipe, output, resume)
 
         checkpoint, fingerprints = in_first_process(open_folder)
-        trained = checkpoints.step_of(checkpoint)
+        trained = run_files.step_of(checkpoint)
         if trained < recipe.training.steps:
             tokenizer = build_tokenizer(recipe.tokenizer)
             with arguments.main_process_first(desc="preparing data"):
@@ -103,7 +103,7 @@ def train(recipe: Recipe, resume: bool = True, on_progress: OnProgress | None = 
         "perplexity": last("eval_perplexity"),
         "seconds": time.monotonic() - started,
         "resumed_from": trained,
-        "fingerprints": read_sealed(checkpoint / checkpoints.MARKER)["fingerprints"],
+        "fingerprints": read_sealed(checkpoint / run_files.MARKER)["fingerprints"],
     }
 
 
@@ -139,24 +139,24 @@ def _find_checkpoint(recipe: Recipe, output: Path, resume: bool) -> tuple[Path |
 
     ValueError if the folder is that of something else, or all of its checkpoints are damaged.
     """
-    checkpoints.check_free(output)
-    folders, checkpoint, known = checkpoints.checkpoint_folders(output), None, {}
+    run_files.check_free(output)
+    folders, checkpoint, known = run_files.checkpoint_folders(output), None, {}
     if folders and not (output / RECIPE_FILE).is_file():
         raise ValueError(
             f"{str(output)!r} holds {folders[0].name} but no {RECIPE_FILE}: checkpoints of something else, which this "
             "run would remove; give another output."
         )
     if resume and folders:
-        checkpoint, flaws = checkpoints.find_newest(output)
+        checkpoint, flaws = run_files.find_newest(output)
         if checkpoint is None:
             reasons = " ".join(flaws)
             raise ValueError(f"{reasons} None is whole, and nothing was removed; restore the files, {_WAYS_OUT}.")
         for flaw in flaws:
             logger.warning(f"{flaw} The run resumes from {checkpoint.name} instead.")
-        known = read_sealed(checkpoint / checkpoints.MARKER)
+        known = read_sealed(checkpoint / run_files.MARKER)
         if differs := first_difference(Recipe.from_mapping(known["recipe"]), recipe, _MAY_CHANGE):
             raise ValueError(f"{str(output)!r} is of another recipe: {differs}; {_WAYS_OUT}.")
-    finished = checkpoints.step_of(checkpoint) == recipe.training.steps
+    finished = run_files.step_of(checkpoint) == recipe.training.steps
     fingerprints = fingerprint_inputs(recipe, local_only=finished)
     names = {"data.source": recipe.data.source, "tokenizer": recipe.tokenizer}
     # A resumed run takes its weights from the checkpoint, but its configuration from here.
@@ -171,13 +171,13 @@ def _find_checkpoint(recipe: Recipe, output: Path, resume: bool) -> tuple[Path |
 
 def _prepare_folder(recipe: Recipe, output: Path, resume: bool, trained: int) -> None:
     """Remove checkpoints past the step to resume from, and what is unfinished; and write the recipe."""
-    for checkpoint in checkpoints.checkpoint_folders(output):
-        if checkpoints.step_of(checkpoint) > trained:
+    for checkpoint in run_files.checkpoint_folders(output):
+        if run_files.step_of(checkpoint) > trained:
             if resume:
                 logger.warning(f"{str(checkpoint)!r} is damaged and is removed.")
-            checkpoints.remove_folder(checkpoint)
+            run_files.remove_folder(checkpoint)
     if not resume:
-        checkpoints.remove_folder(output / FINAL)
+        run_files.remove_folder(output / FINAL)
     shutil.rmtree(output / UNFINISHED, ignore_errors=True)
     _write_recipe(output, recipe.to_mapping())
 
@@ -234,13 +234,13 @@ def _log_for_tensorboard(trainer: RecipeTrainer, trained: int) -> None:
 def _finish(recipe: Recipe, checkpoint: Path, records: list[dict[str, Any]]) -> None:
     """Write the recipe, the final model, the log and the curves from the last checkpoint."""
     output = Path(recipe.output)
-    _write_recipe(output, read_sealed(checkpoint / checkpoints.MARKER)["recipe"])
-    checkpoints.write_final(checkpoint, output / FINAL)
+    _write_recipe(output, read_sealed(checkpoint / run_files.MARKER)["recipe"])
+    run_files.write_final(checkpoint, output / FINAL)
     shutil.rmtree(output / UNFINISHED, ignore_errors=True)
     write_training_card(output / FINAL, recipe, records)
     if recipe.training.trainable == "compose":
         AutoModelForCausalLM.from_pretrained(output / FINAL).save_composition(output / COMPOSITION_FILE)
-    checkpoints.write_log(output, records)
+    run_files.write_log(output, records)
     try:
         plot_losses(records, output / "losses.png")
     except ImportError as error:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from .checkpoints import LOG_FILE, UNFINISHED, checkpoint_folders, finish_checkpoint, remove_folder, write_log
 from .data import IGNORED_LABEL, EndlessStream, RowOrder, collate, fill_batches
 from .optimizer import build_optimizer
 from .recipe import Recipe
+from .run_files import LOG_FILE, UNFINISHED, checkpoint_folders, finish_checkpoint, remove_folder, write_log
 from .throughput import TrainingClock, flops_per_token, peak_flops, resolve_precision
 
 

@@ -33,7 +33,7 @@ from ..configuration_dcformer import DCFormerConfig
 from ..hub_dcformer import authors_patterns
 from ..modeling_dcformer import DCFormerPreTrainedModel, DCFormerRotaryEmbedding, apply_rotary_pos_emb, at_least_float32
 from ..parallel_dcformer import DIMENSION_OF_GROUPS
-from .backend import ComposedAttention
+from .attention_backend import ComposedAttention
 
 
 def make_norm(config: DCFormerConfig) -> nn.Module:

@@ -36,7 +36,7 @@ def register() -> None:
 
     if "DCMHA" in AttentionBackendEnum.__members__:
         return
-    register_backend("DCMHA", "dcformer.vllm.backend.ComposedAttentionBackend")
+    register_backend("DCMHA", "dcformer.vllm.attention_backend.ComposedAttentionBackend")
     TokenizerRegistry.register(TOKENIZER_MODE, "vllm.tokenizers.hf", "CachedHfTokenizer")
     RENDERER_REGISTRY.register(TOKENIZER_MODE, "dcformer.vllm.checks", "CheckedRenderer")
     for name in ARCHITECTURES:

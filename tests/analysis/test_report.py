@@ -37,7 +37,7 @@ def test_the_command_writes_a_page_with_pictures_and_tables(composes, tmp_path):
 
 
 def test_a_file_is_read_in_windows_and_nothing_or_both_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("dcformer.analysis.report._drawn", lambda *_: "")  # the test above looks at the pictures
+    monkeypatch.setattr("dcformer.analysis.analysis_page._drawn", lambda *_: "")  # the test above looks at the pictures
     load, write = Mock(side_effect=load_model), Mock(side_effect=analyse)
     monkeypatch.setattr("dcformer.loading.load_model", load)
     monkeypatch.setattr("dcformer.analysis.analyse", write)

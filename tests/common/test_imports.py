@@ -63,6 +63,11 @@ def test_imports_point_down_and_name_what_is_public(module):
             assert "." not in other, f"{module} imports {other}"
 
 
+def test_no_two_files_are_called_alike():
+    names = [path.name for path in MODULES.values() if path.name != "__init__.py"]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_there_are_no_circular_imports():
     waiting = {
         module: {other for other in imported(module) if not module.startswith(f"{other}.")} for module in MODULES

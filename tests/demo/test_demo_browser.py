@@ -80,7 +80,7 @@ CLIPPED = """picture => { const edge = picture.getBoundingClientRect(); return [
 
 
 def test_the_page_of_an_analysis_opens_offline_and_cuts_nothing_off(page, bundled, tmp_path, monkeypatch):
-    monkeypatch.setattr("dcformer.analysis.report._draw_panels", lambda *_: None)  # files that no page shows
+    monkeypatch.setattr("dcformer.analysis.analysis_page._draw_panels", lambda *_: None)  # files that no page shows
     path = analyse(bundled.model, [bundled.tokenizer(PROMPT)["input_ids"]], tmp_path, bundled.tokenizer, layers=[0, 3])
     asked = []
     page.on("request", lambda request: asked.append(urlsplit(request.url).scheme))

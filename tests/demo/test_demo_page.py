@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from dcformer.analysis import heat_map, record
 from dcformer.cli import app
 from dcformer.demo import build_page
+from dcformer.demo.attention_picture import copying_head, draw
 from dcformer.demo.page import launch_options, write_text
-from dcformer.demo.picture import copying_head, draw
 from dcformer.generation import TextGenerator
 from dcformer.head_tasks import build_tokenizer
 from dcformer.loading import LoadedModel, load_model

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from dcformer.common.contexts import encode_context
 from dcformer.generation import TextGenerator, read_prompts, write_answers
-from dcformer.generation.generator import text_before
+from dcformer.generation.text_generator import text_before
 from dcformer.head_tasks import build_tokenizer
 from dcformer.loading import LoadedModel
 
@@ -215,7 +215,7 @@ def test_new_tokens_stay_within_the_context_unless_more_are_asked_for(loaded, mo
     more = TextGenerator(loaded, warn=warnings.append, max_new_tokens=9)
     assert all(len(answer.ids) == 9 for _ in range(2) for answer in more.generate([ids[:3], ids, ids[:3]]))
     assert len(warnings) == 1 and warnings[0].startswith("58 tokens and 9 new ones")
-    monkeypatch.setattr("dcformer.generation.generator._NEW_TOKENS", 5)
+    monkeypatch.setattr("dcformer.generation.text_generator._NEW_TOKENS", 5)
     assert [len(answer.ids) for answer in TextGenerator(loaded).generate([ids[:3], [*ids, 5, 5]])] == [5, 4]
 
 

@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 from dcformer.kernels.triton import attention_backward as backward
 from dcformer.kernels.triton import attention_decode as decode
 from dcformer.kernels.triton import attention_forward as forward
-from dcformer.kernels.triton import backend as triton_form
+from dcformer.kernels.triton import triton_backend as triton_form
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 from dcformer import ComposeWeights, Visibility, composed_attention
 from dcformer.dcmha import AttentionInputs, plain_attention
 from dcformer.kernels.call import Call
-from dcformer.kernels.cpu import backend as native
+from dcformer.kernels.cpu import cpu_backend as native
 from dcformer.kernels.triton import attention_decode as decode
 from dcformer.kernels.triton import attention_forward as forward
-from dcformer.kernels.triton import backend as triton_form
-from dcformer.kernels.triton.backend import decode_op, forward_op
+from dcformer.kernels.triton import triton_backend as triton_form
+from dcformer.kernels.triton.triton_backend import decode_op, forward_op
 
 
 triton = functools.partial(composed_attention, implementation="triton")

@@ -31,8 +31,8 @@ from transformers import DynamicCache
 from dcformer.compose_dcformer import pack
 from dcformer.dcmha import AttentionInputs, ComposeSide, Visibility, composed_attention
 from dcformer.kernels.call import Call
-from dcformer.kernels.cpu import backend as native
 from dcformer.kernels.cpu import build
+from dcformer.kernels.cpu import cpu_backend as native
 
 
 native_form = functools.partial(attend, "native")

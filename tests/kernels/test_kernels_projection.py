@@ -20,9 +20,9 @@ from transformers.utils import import_utils
 
 from dcformer import DCMultiheadAttention, compose_dcformer
 from dcformer.compose_dcformer import ComposeProjection
-from dcformer.kernels.cpu import backend as cpu_backend
-from dcformer.kernels.triton import backend as triton_form
+from dcformer.kernels.cpu import cpu_backend
 from dcformer.kernels.triton import compose_weights as projection
+from dcformer.kernels.triton import triton_backend as triton_form
 from dcformer.modeling_dcformer import DCFormerRMSNorm
 from dcformer.parallel_dcformer import DIMENSION_OF_GROUPS
 

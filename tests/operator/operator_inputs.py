@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dcformer.dcmha import BACKENDS, compose, composed_attention
-from dcformer.kernels.cpu import backend as native
 from dcformer.kernels.cpu import build
+from dcformer.kernels.cpu import cpu_backend as native
 from dcformer.types_dcformer import AttentionInputs, ComposeSide, ComposeWeights, map_tensors
 from dcformer.visibility_dcformer import Visibility
 

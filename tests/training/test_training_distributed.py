@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from dcformer.cli import app
 from dcformer.training import train
-from dcformer.training.checkpoints import MARKER
+from dcformer.training.run_files import MARKER
 
 
 # Each of two processes accumulates over two passes, and the last batch of the evaluation is not full.

@@ -14,8 +14,8 @@ import pytest
 from tiny_recipes import deterministic, tiny_mapping, tiny_recipe
 
 from dcformer.common.files import file_lock, find_damage, read_sealed, seal
-from dcformer.training import Recipe, checkpoints, load_recipe, merge_recipes, train
-from dcformer.training.checkpoints import MARKER, UNFINISHED, checkpoint_folders, find_newest, step_of
+from dcformer.training import Recipe, load_recipe, merge_recipes, run_files, train
+from dcformer.training.run_files import MARKER, UNFINISHED, checkpoint_folders, find_newest, step_of
 from dcformer.training.trainer import RecipeTrainer
 
 
@@ -184,7 +184,7 @@ def list_a_file_elsewhere(marker):
         ("scheduler.pt", "cut", "bytes instead of"),
         (MARKER, "missing", "is not complete"),
         (MARKER, "cut", "is damaged: it is not JSON"),
-        *((MARKER, resealed(**{key: None}), f"{key}' is missing") for key in checkpoints._VALUES),
+        *((MARKER, resealed(**{key: None}), f"{key}' is missing") for key in run_files._VALUES),
         (MARKER, resealed(files=[]), "'files' is missing or of a wrong type"),
         *(
             (MARKER, resealed(files={"optimizer.pt": entry}), "'optimizer.pt' is missing or of a wrong type")
@@ -251,7 +251,7 @@ def write_checkpoint(output, step, *names):
     for name in ("model.safetensors", *names):
         (folder / name).write_text(f"{name} {step}")
     values = {"step": step, "loss": 1.0, "recipe": tiny_recipe("a").to_mapping(), "fingerprints": {}}
-    return checkpoints.finish_checkpoint(folder, values)
+    return run_files.finish_checkpoint(folder, values)
 
 
 def cut_power(patch, number):
@@ -279,13 +279,13 @@ def test_a_power_cut_at_any_moment_leaves_whole_folders(tmp_path, monkeypatch):
     shown = ["chat_template.jinja", "vocab.txt", "tokenizer.model", "code.py", "a.json"]
     for number in itertools.count():
         output, ended = tmp_path / str(number), False
-        checkpoints.write_final(write_checkpoint(output, 9), output / "final")
+        run_files.write_final(write_checkpoint(output, 9), output / "final")
         known = {path.stat().st_ino for path in output.rglob("*")}
         with monkeypatch.context() as patch, contextlib.suppress(PowerCut):
             changes, flushed = cut_power(patch, number)
             new = write_checkpoint(output, 10, *shown, "optimizer.pt", "a.bin", "trainer_state.json")
-            checkpoints.remove_folder(output / "checkpoint-9")
-            checkpoints.write_final(new, output / "final")
+            run_files.remove_folder(output / "checkpoint-9")
+            run_files.write_final(new, output / "final")
             ended = True
         for file in output.rglob("*"):
             if file.is_file() and file.stat().st_ino not in {*known, *flushed}:
@@ -294,7 +294,7 @@ def test_a_power_cut_at_any_moment_leaves_whole_folders(tmp_path, monkeypatch):
         final = output / "final"
         assert newest is not None and flaws == []
         assert not final.exists() or find_damage(final, read_sealed(final / MARKER)["files"]) is None
-        checkpoints.write_final(newest, final)
+        run_files.write_final(newest, final)
         assert (final / "model.safetensors").read_text() == f"model.safetensors {step_of(newest)}"
         if ended:
             break

@@ -9,7 +9,7 @@ from tiny_models import ANSWERS
 from transformers import AutoModelForCausalLM
 from vllm_engines import as_inputs, engine, greedy, greedy_of_generate, greedy_sampling, prompts_of, scheduler_of
 
-from dcformer.vllm.backend import batches_of_similar_length
+from dcformer.vllm.attention_backend import batches_of_similar_length
 
 
 # One process runs the engine that these tests share.

@@ -25,7 +25,7 @@ from vllm_engines import (
 )
 
 from dcformer import cache_bytes_per_token
-from dcformer.vllm import backend
+from dcformer.vllm import attention_backend
 
 
 # vLLM's attention, which models without composition use, takes few head dimensions on CPUs.
@@ -131,11 +131,11 @@ def test_triton_kernels_of_decoding_read_keys_and_values_from_their_blocks(tmp_p
         calls.append(key_lengths.tolist())
         return decode(*arguments, key_lengths=key_lengths, **options)
 
-    decode = backend.decode_op
-    monkeypatch.setattr(backend, "decode_op", counted)
+    decode = attention_backend.decode_op
+    monkeypatch.setattr(attention_backend, "decode_op", counted)
     # On a GPU this asks whether the operator would choose its Triton kernels.
     monkeypatch.setattr(
-        backend.ComposedAttentionImpl,
+        attention_backend.ComposedAttentionImpl,
         "_reads_blocks",
         lambda self, query, cache, width, batch: query.shape[2] <= 8 and len(batch.real) == len(batch.tokens),
     )

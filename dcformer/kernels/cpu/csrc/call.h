@@ -1,5 +1,5 @@
-// One call as Python describes it, and how its tensors are read into tiles. kernels/cpu/backend.py has the same structures,
-// and compares their sizes when it loads the library.
+// One call as Python describes it, and how its tensors are read into tiles. kernels/cpu/cpu_backend.py has the same
+// structures, and compares their sizes when it loads the library.
 #pragma once
 #include <atomic>
 

@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from ..compose_dcformer import ComposeProjection, unpack
 from ..dcmha import BACKENDS, composed_attention
 from ..kernels.call import Call
-from ..kernels.triton.backend import MOST_DECODE_QUERIES, decode_op
+from ..kernels.triton.triton_backend import MOST_DECODE_QUERIES, decode_op
 from ..types_dcformer import AttentionInputs, ComposeSide, ComposeWeights
 from ..visibility_dcformer import Visibility
 
