@@ -102,10 +102,18 @@ def measured_scores(records: Iterable[Record]) -> list[Score]:
     for record in in_paper_order(records):
         for metric, measured in record.metrics.items():
             scale, digits = (100, 2) if metric.startswith("acc") else (1, 4)
-            value, error = (measured.get(key) for key in ("value", "stderr"))
-            rounded = [None if number is None else round(scale * number, digits) for number in (value, error)]
-            unlike = "; ".join(differences_from_published(record))
-            scores.append(Score(record.task, record.num_fewshot, metric, *rounded, _details(record), unlike=unlike))
+            stderr = measured.get("stderr")
+            scores.append(
+                Score(
+                    record.task,
+                    record.num_fewshot,
+                    metric,
+                    round(scale * measured["value"], digits),
+                    stderr=None if stderr is None else round(scale * stderr, digits),
+                    details=_details(record),
+                    unlike="; ".join(differences_from_published(record)),
+                )
+            )
     return scores
 
 
@@ -134,8 +142,8 @@ def paper_scores(row: str | None) -> list[Score]:
 
 
 def update_card(
-    folder: str | os.PathLike,
-    results: str | os.PathLike,
+    folder: str | os.PathLike[str],
+    results: str | os.PathLike[str],
     *,
     evaluated_as: str | None = None,
     paper_row: str | None = None,
@@ -200,7 +208,7 @@ def update_card(
     return [*notes, f"{path}: {len(measured)} measured scores{papers}; {len(files)} files in .eval_results"]
 
 
-def _records_of(folder: Path, results: str | os.PathLike, evaluated_as: str | None) -> list[Record]:
+def _records_of(folder: Path, results: str | os.PathLike[str], evaluated_as: str | None) -> list[Record]:
     records = read_records(results)
     if evaluated_as is not None:
         matching = [record for record in records if record.model.rstrip("/") == evaluated_as.rstrip("/")]

@@ -31,7 +31,7 @@ def chat_command(
         from transformers import DynamicCache
 
         from ..common.contexts import refuse_surrogates
-        from ..modeling_dcformer import CACHE_NAME
+        from ..inputs_dcformer import CACHE_NAME
 
         generator = load_generator(model, options)
         loaded, config = generator.loaded, generator.config

@@ -160,5 +160,6 @@ def print_text(pieces: Generator[str, None, Generated]) -> Generated:
                 text = next(pieces)
             except StopIteration as end:
                 print(end="" if text.endswith("\n") else "\n", flush=True)
-                return end.value
+                answer: Generated = end.value
+                return answer
             print(text, end="", flush=True)

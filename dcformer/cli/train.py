@@ -60,7 +60,7 @@ def _summary(result: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _progress(name: str) -> Iterator[Callable[[int, int, dict], None]]:
+def _progress(name: str) -> Iterator[Callable[[int, int, dict[str, float]], None]]:
     """A bar on stderr; if that is no terminal, a line for every record of the log."""
     from rich.progress import MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
 

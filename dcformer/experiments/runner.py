@@ -185,7 +185,9 @@ def _finish(run: Run, sweep: SweepRecipe, resume: bool, on_progress: OnProgress)
     return row
 
 
-def _write_results(recipe: Recipe, runs: list[Run], rows: dict[str, dict], failures: list[dict]) -> dict[str, Any]:
+def _write_results(
+    recipe: Recipe, runs: list[Run], rows: dict[str, dict[str, Any]], failures: list[dict[str, Any]]
+) -> dict[str, Any]:
     values = recipe.to_mapping()
     del values["output"]
     variants = list(dict.fromkeys(run.variant for run in runs))

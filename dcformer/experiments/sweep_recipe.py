@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..training import Recipe, merge_recipes
 
@@ -22,7 +22,7 @@ class SweepRecipe:
     only: list[str] | None = None  #: variants to run now
     published: dict[str, float] | None = None  #: variant -> published perplexity, a column of the table
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"sweep.seeds must be one or more different integers, got {self.seeds}.")
         for name, change in self.variants.items():
@@ -70,7 +70,8 @@ def plan_sweep(recipe: Recipe) -> tuple[SweepRecipe, list[Run]]:
 
     if recipe.sweep is None:
         raise ValueError(f"The recipe {recipe.name!r} has no sweep; give it a mapping sweep with variants and seeds.")
-    sweep = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SweepRecipe), recipe.sweep))
+    merged = OmegaConf.merge(OmegaConf.structured(SweepRecipe), recipe.sweep)
+    sweep = cast(SweepRecipe, OmegaConf.to_object(merged))
     if not sweep.tasks and recipe.data.evaluation is None:
         raise ValueError("A sweep needs data.evaluation or sweep.tasks, or there is nothing to compare; add one.")
     shared = replace(recipe, sweep=None).to_mapping()

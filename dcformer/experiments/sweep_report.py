@@ -93,7 +93,7 @@ def print_report(results: Mapping[str, Any], console: Console) -> None:
         console.print(f"FAILED {failure['variant']}, seed {failure['seed']}: {failure['error']}", soft_wrap=True)
 
 
-def plot_sweep(results: Mapping[str, Any], path: str | os.PathLike) -> None:
+def plot_sweep(results: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """
     Plot a panel per metric and a line per variant: the mean with its 95 % interval, and the seeds as hollow markers.
 

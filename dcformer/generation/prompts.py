@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _SEAL = 65  # bytes before a line: the digits of its SHA-256 and a space
 
 
-def read_prompts(path: str | os.PathLike, field: str = "prompt") -> list[dict[str, Any]]:
+def read_prompts(path: str | os.PathLike[str], field: str = "prompt") -> list[dict[str, Any]]:
     """
     Read prompts from a file in UTF-8, a prompt a line, or a record with a prompt a line in `.jsonl` files.
 
@@ -51,7 +51,7 @@ def read_prompts(path: str | os.PathLike, field: str = "prompt") -> list[dict[st
 def write_answers(
     records: Sequence[dict[str, Any]],
     answer: Callable[[int, int], Sequence[str]],
-    output: str | os.PathLike,
+    output: str | os.PathLike[str],
     *,
     batch_size: int,
     settings: dict[str, Any],

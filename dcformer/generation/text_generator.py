@@ -19,8 +19,8 @@ from ..loading import LoadedModel
 
 _NEW_TOKENS = 256
 # Options without effect on a text, or whose work is done here.
-_UNUSED = {"return_dict_in_generate": False, "output_attentions": False, "output_hidden_states": False}
-_UNUSED |= {"is_assistant": False, "stop_strings": None, "max_length": None}
+_UNUSED: dict[str, bool | None] = {"return_dict_in_generate": False, "output_attentions": False}
+_UNUSED |= {"output_hidden_states": False, "is_assistant": False, "stop_strings": None, "max_length": None}
 # Options with which generate() returns other sequences than a prompt and its one continuation, and what to set instead.
 _OTHER_SEQUENCES = {"num_return_sequences": 1, "token_healing": False}
 
@@ -249,16 +249,16 @@ def _eos_token_ids(config: Any, tokenizer: Any) -> list[int]:
 
 def _new_tokens(config: Any, model_config: Any, length: int) -> int:
     """Maximum of new tokens after a prompt; ValueError if `max_length`, which includes the prompt, leaves none."""
-    if config.max_new_tokens is not None:
-        return config.max_new_tokens
-    if config.max_length is None:
-        left = getattr(model_config.get_text_config(), "max_position_embeddings", 0) - length
+    new: int | None = config.max_new_tokens
+    most: int | None = config.max_length
+    if new is not None:
+        return new
+    if most is None:
+        left: int = getattr(model_config.get_text_config(), "max_position_embeddings", 0) - length
         return min(_NEW_TOKENS, left) if left > 0 else _NEW_TOKENS
-    if length >= config.max_length:
-        raise ValueError(
-            f"max_length={config.max_length} includes the prompt, which has {length} tokens; give max_new_tokens."
-        )
-    return config.max_length - length
+    if length >= most:
+        raise ValueError(f"max_length={most} includes the prompt, which has {length} tokens; give max_new_tokens.")
+    return most - length
 
 
 def text_before(strings: Sequence[str], pieces: Iterable[str]) -> Iterator[str]:
