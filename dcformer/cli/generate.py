@@ -125,20 +125,16 @@ def _answer_file(model: str, options: GenerationOptions, file: Path, output: Pat
 
     # Everything that answers depend on; a resumed run must have the same.
     settings = asdict(options) | {"model": model, "field": field, "batch_size": batch_size}
+    settings |= {"prompts": json_digest(records), "tokenizer": fingerprint_tokenizer(generator.loaded.tokenizer)}
     del settings["device"]
-    settings["prompts"] = json_digest(records)
-    sources = {"model": model, "tokenizer": options.tokenizer, "assistant_model": options.assistant_model}
-    folders = {name: find_folder(source) for name, source in sources.items() if source}
-    for name, folder in folders.items():
-        if name == "tokenizer":
-            settings[name] = fingerprint_tokenizer(generator.loaded.tokenizer)
-        elif not looks_like_path(folder):
-            settings[name] = [sources[name], find_commit(folder, options.revision if name == "model" else None)]
-    for path in [path for folder in map(Path, folders.values()) for path in (folder, *folder.glob("*"))]:
-        # Not of answers that are written there.
-        if path.is_file() and path.suffix not in (".lock", ".partial", ".unfinished"):
-            # A copy may keep the time of modification.
-            settings[str(path)] = [path.stat().st_size, path.stat().st_ctime_ns]
+    for name, revision in (("model", options.revision), ("assistant_model", None)):
+        if (source := settings[name]) and looks_like_path(folder := find_folder(source)):
+            for path in Path(folder).glob("*"):
+                # Not of answers that are written there. A copy may keep the time of modification.
+                if path.is_file() and path.suffix not in (".lock", ".partial", ".unfinished"):
+                    settings[str(path)] = [path.stat().st_size, path.stat().st_ctime_ns]
+        elif source:
+            settings[name] = [source, find_commit(folder, revision)]
     with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as (bar, _):
         row = bar.add_task("Answering", total=len(records))
         write_answers(
