@@ -14,7 +14,7 @@ from .running import running_quietly
 @with_options
 def chat_command(
     model: Model,
-    message: Annotated[str | None, typer.Argument(help="First message.", show_default="stdin")] = None,
+    message: Annotated[str | None, typer.Argument(metavar="MESSAGE", help="First message.")] = None,
     *,
     options: GenerationOptions,
     chat_template: Annotated[
@@ -23,9 +23,9 @@ def chat_command(
     debug: Debug = False,
 ) -> None:
     """
-    Converse with a model: answer a message, then every line of stdin.
+    Converse with a model: it answers every line of stdin.
 
-    Only answers go to stdout; messages of the program go to stderr.
+    Only answers go to stdout; messages of the command go to stderr.
     """
     with running_quietly(debug):
         from transformers import DynamicCache

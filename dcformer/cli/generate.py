@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 @with_options
 def generate_command(
     model: Model,
-    prompt: Annotated[str | None, typer.Argument(help="Text to continue.", show_default="stdin")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="Text to continue.", show_default="stdin")
+    ] = None,
     *,
     options: GenerationOptions,
     prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Answer prompts: lines, or JSONL.")] = None,
@@ -34,9 +36,9 @@ def generate_command(
     debug: Debug = False,
 ) -> None:
     """
-    Continue a prompt and print the text as it is generated.
+    Continue a prompt, or all prompts of a file.
 
-    Only generated text goes to stdout; messages go to stderr.
+    Only generated text goes to stdout, as it is generated; messages go to stderr.
     """
     with running_quietly(debug, "Interrupted; repeat the command to resume." if output else "Interrupted."):
         if prompts is None:
