@@ -1,5 +1,6 @@
 """`dcformer serve`, an OpenAI-compatible API for a model, and `dcformer demo`, a web demo."""
 
+import time
 from typing import Annotated, Literal
 
 import typer
@@ -61,6 +62,10 @@ def demo_command(
 
         options = {"tokenizer": tokenizer, "revision": revision, "dtype": dtype, "device": device}
         with status("Loading"):
-            server = serve_page(model, host=host, port=port, opens_browser=browser, **options)
-        print(f"{model} is at {server.address}; Ctrl-C ends it.", flush=True)
-        server.wait()
+            page = serve_page(model, host=host, port=port, opens_browser=browser, **options)
+        print(f"{model} is at {page.local_url}; Ctrl-C ends it.", flush=True)
+        try:
+            while True:
+                time.sleep(3600)
+        finally:
+            page.close(verbose=False)

@@ -2,9 +2,7 @@
 
 import functools
 import os
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -166,25 +164,6 @@ def write_text(loaded: LoadedModel, prompt: str, *values: Any, **options: Any) -
         yield text, []
 
 
-@dataclass
-class Server:
-    """A page that is served by a thread: its address, and the `gradio.Blocks`."""
-
-    address: str
-    page: Any
-
-    def wait(self) -> None:
-        """Wait for Ctrl-C or another signal, then close."""
-        try:
-            while True:
-                time.sleep(3600)
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        self.page.close(verbose=False)
-
-
 def launch_options() -> dict[str, Any]:
     """Arguments for `gradio.Blocks.launch`: fonts that the reader has, and no public link."""
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
@@ -199,9 +178,9 @@ def serve_page(
     port: int | None = None,
     opens_browser: bool = False,
     **options: Any,
-) -> Server:
+) -> Any:
     """
-    Serve the page in a thread.
+    Serve the page in a thread, until its `close()`.
 
     Args:
         model, options: As for [`dcformer.demo.build_page`].
@@ -209,10 +188,13 @@ def serve_page(
         port (*optional*): By default the first free port from 7860.
         opens_browser (defaults to `False`): Open the page in a browser on this machine.
 
+    Returns:
+        `gradio.Blocks`, whose `local_url` is the address.
+
     Raises:
         OSError: from gradio, if the port is taken.
     """
     page = build_page(model, **options)
     options = launch_options() | {"server_name": host, "server_port": port, "inbrowser": opens_browser}
-    _, address, _ = page.launch(prevent_thread_lock=True, **options)
-    return Server(address, page)
+    page.launch(prevent_thread_lock=True, **options)
+    return page

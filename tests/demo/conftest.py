@@ -16,4 +16,4 @@ def bundled():
 def server(bundled):
     serving = serve_page(bundled)
     yield serving
-    serving.close()
+    serving.close(verbose=False)

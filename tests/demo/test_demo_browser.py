@@ -32,7 +32,7 @@ def test_a_visitor_gets_an_answer_and_sees_the_attention_of_a_head(page, server)
     page.on("request", lambda request: hosts.add(urlsplit(request.url).hostname))
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(server.address)
+    page.goto(server.local_url)
     picture = page.locator("#attention .attention")
     picture.locator("svg").nth(1).wait_for()  # of the prompt with which the page opens
     assert page.locator("#answer textarea").input_value() == ""
@@ -59,7 +59,7 @@ def test_a_visitor_gets_an_answer_and_sees_the_attention_of_a_head(page, server)
 
 def test_an_example_is_drawn_when_it_is_chosen_and_nothing_is_wider_than_the_window(page):
     serving = serve_page("dcformer-tiny")
-    page.goto(serving.address)
+    page.goto(serving.local_url)
     picture = page.locator("#attention .attention")
     picture.locator("text", has_text="sizeof").first.wait_for()
     page.get_by_text("Generation options").click()
@@ -70,7 +70,7 @@ def test_an_example_is_drawn_when_it_is_chosen_and_nothing_is_wider_than_the_win
     for width in (1280, 400):
         page.set_viewport_size({"width": width, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-    serving.close()
+    serving.close(verbose=False)
 
 
 # The texts of a picture that reach beyond it.
