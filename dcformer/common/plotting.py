@@ -20,20 +20,15 @@ if TYPE_CHECKING:
 _METADATA = {".png": None, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # no date: the same file each time
 
 
-def check_plot_path(path: str | os.PathLike) -> Path:
-    """The path of a picture; ValueError unless it ends in `.png`, `.svg` or `.pdf`."""
+@contextlib.contextmanager
+def picture(path: str | os.PathLike[str], figsize: tuple[float, float], extra: str, *endings: str) -> Iterator[Figure]:
+    """
+    Write what the block draws on the figure, of this width and height in inches, also with further endings such as
+    ".png"; `extra` installs matplotlib. ValueError unless the path ends in `.png`, `.svg` or `.pdf`.
+    """
     path = Path(path)
     if path.suffix.lower() not in _METADATA:
         raise ValueError(f"Cannot write a plot to {str(path)!r}: its name must end in {', '.join(_METADATA)}.")
-    return path
-
-
-@contextlib.contextmanager
-def picture(path: Path, figsize: tuple[float, float], extra: str, *endings: str) -> Iterator[Figure]:
-    """
-    Write what the block draws on the figure, of this width and height in inches, also with further endings such as
-    ".png"; `extra` installs matplotlib.
-    """
     matplotlib = import_optional("matplotlib", "A plot", extra)
     from matplotlib.figure import Figure
 

@@ -12,7 +12,7 @@ import math
 import os
 from typing import TYPE_CHECKING
 
-from ..common.plotting import check_plot_path, draw_rows, picture
+from ..common.plotting import draw_rows, picture
 from .comparison import SUMMARIES
 from .evaluation_report import HEAD_TASK_HEADINGS
 from .published import AVERAGE
@@ -45,7 +45,6 @@ def plot_deltas(report: Report, path: str | os.PathLike) -> None:
         ValueError: for another ending, or if the report has no differences.
         ImportError: without matplotlib.
     """
-    path = check_plot_path(path)
     accuracies = report.frame[report.frame.metric == "acc"].astype({"paper": float})
     of_baseline = accuracies[accuracies.model == report.results.baseline].set_index(["task", "shots"]).paper
     frame = accuracies[accuracies.delta.notna()].join(of_baseline, ["task", "shots"], rsuffix="_of_baseline")

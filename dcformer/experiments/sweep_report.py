@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from ..common.optional import import_optional
-from ..common.plotting import check_plot_path, draw_rows, picture
+from ..common.plotting import draw_rows, picture
 from .seeds import compare_seeds, seed_interval
 
 
@@ -104,7 +104,7 @@ def plot_sweep(results: Mapping[str, Any], path: str | os.PathLike[str]) -> None
     frame, table = _runs_frame(results), summarise(results)
     metrics, names = _metrics(frame), list(table.index)
     size = (0.6 + 0.085 * max(map(len, names)) + 3.2 * len(metrics), 1.6 + 0.32 * len(names))
-    with picture(check_plot_path(path), size, "train") as figure:
+    with picture(path, size, "train") as figure:
         panels = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
         for axis, metric in zip(panels, metrics):
             draw_rows(axis, names)

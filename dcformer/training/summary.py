@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..common.files import write_atomically
-from ..common.plotting import check_plot_path, draw_grid, picture
+from ..common.plotting import draw_grid, picture
 from ..loading import find_folder
 from ..model_card import CARD_FILE, known_origin, table, users_card, write_card
 from .recipe import Recipe
@@ -23,7 +23,7 @@ def plot_losses(records: Sequence[Mapping[str, Any]], path: str | os.PathLike) -
         [(record["step"], record[key]) for record in records if key in record]
         for key in ("loss", "eval_loss", "learning_rate")
     )
-    with picture(check_plot_path(path), (6.4, 5.0), "train") as figure:
+    with picture(path, (6.4, 5.0), "train") as figure:
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
         top.plot(*zip(*losses), "-", color="0.45", linewidth=1.2, label="training")
         if evaluations:
