@@ -12,19 +12,21 @@ import sys
 import time
 import types
 from pathlib import Path
+from unittest import mock
 from unittest.mock import create_autospec
 
 import pytest
 import torch
 from optimum.quanto.library.extensions.cpp import ext
 from tiny_models import ANSWERS, tiny_model
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
 from typer.testing import CliRunner
 
 import dcformer
 from dcformer.cli import app
 from dcformer.generation import Generated, TextGenerator
 from dcformer.head_tasks import build_tokenizer
+from dcformer.loading import load_model
 
 
 PROMPT = "There are Paris, Paris, Mumbai. Which is different? The city in"
@@ -87,18 +89,23 @@ def test_a_process_streams_to_a_pipe_and_ends_when_its_reader_leaves(endless):
     assert stderr == "Warning: 16 tokens and 20000 new ones exceed the 64 that the model was made for.\n"
 
 
-def test_options_reach_generate(monkeypatch):
-    from transformers import GenerationMixin
-
+def test_options_reach_generate_and_the_models(monkeypatch):
     generate = create_autospec(GenerationMixin.generate, side_effect=GenerationMixin.generate)
+    load = create_autospec(load_model, side_effect=load_model)
     monkeypatch.setattr(GenerationMixin, "generate", generate)
+    monkeypatch.setattr("dcformer.loading.load_model", load)
     done = call(ANSWERS, PROMPT, "--num-beams", 3, "--repetition-penalty", 1.1, "--cache", "static")
     given = generate.call_args.kwargs
     assert done.stdout == "India\n" and "do_sample" not in given
     assert {"num_beams": 3, "repetition_penalty": 1.1, "cache_implementation": "static"}.items() <= given.items()
-    call(ANSWERS, PROMPT, "--top-k", 5, "--min-p", 0.1, "--max-new-tokens", 2)
-    wanted = {"do_sample": True, "top_k": 5, "min_p": 0.1, "max_new_tokens": 2}
-    assert wanted.items() <= generate.call_args.kwargs.items()
+    sampling = {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "max_new_tokens": 2}
+    source = {"dtype": "float32", "device": "cpu", "attn_implementation": "eager", "oov_policy": "clamp"}
+    source |= {"tokenizer": str(ANSWERS), "revision": "main"}
+    words = [word for name, value in (sampling | source).items() for word in (f"--{name.replace('_', '-')}", value)]
+    call(ANSWERS, PROMPT, *words, "--assistant-model", ANSWERS)
+    assert (sampling | {"do_sample": True}).items() <= generate.call_args_list[1].kwargs.items()
+    loads = [mock.call(str(ANSWERS), **source), mock.call(str(ANSWERS), dtype="float32", device="cpu")]
+    assert load.call_args_list[1:] == loads
 
 
 def test_temperature_0_is_greedy_whatever_else_is_asked_for_and_a_seed_repeats_samples(endless):
@@ -157,7 +164,7 @@ def test_a_conversation_continues_from_its_cache_with_the_same_answers(endless, 
     GenerationConfig(**CONVERSATIONS[kind]).save_pretrained(model)
     chat = functools.partial(call, model, command="chat")
     options = ("--chat-template", tmp_path / "chat.jinja", "--max-new-tokens", 5)
-    kept = chat(*options, input="Ruth likes Paris\n\nWho has Mumbai\nWhich is different\n")
+    kept = chat("-", *options, input="Ruth likes Paris\n\nWho has Mumbai\nWhich is different\n")
     assert kept.exit_code == 0 and len(kept.stdout.split("\n")) >= 4
     stream = TextGenerator.stream
     monkeypatch.setattr(TextGenerator, "stream", lambda self, ids, **cache: stream(self, ids))
@@ -171,7 +178,7 @@ def test_prompts_of_a_file_are_answered_as_alone_and_records_keep_their_fields(e
     file, output, field = prompts, tmp_path / "out.jsonl", "prompt"
     lines = [{"prompt": prompt} for prompt in PROMPTS]
     if ending == "jsonl":
-        ids = TextGenerator(dcformer.loading.load_model(endless)).encode(PROMPT)
+        ids = TextGenerator(load_model(endless)).encode(PROMPT)
         file, field = tmp_path / "prompts.jsonl", "question"
         lines = [{"id": number, field: prompt} for number, prompt in enumerate([*PROMPTS[:4], ids])]
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -203,7 +210,9 @@ def test_a_killed_run_is_resumed_and_no_answer_is_lost_or_doubled(endless, promp
     assert refused.exit_code == 1 and "seed: 3" in refused.stderr
     for name in ("answers.jsonl", "whole.jsonl"):
         assert call(endless, *options, "--output", tmp_path / name).exit_code == 0
-    assert output.read_text() == (tmp_path / "whole.jsonl").read_text() and len(records_of(output)) == 60
+    texts = [record["generated_text"] for record in records_of(output)]
+    assert output.read_text() == (tmp_path / "whole.jsonl").read_text() and len(texts) == 60
+    assert texts[:4] != texts[20:24]  # of the same prompts
 
 
 CHANGED = {
@@ -225,7 +234,7 @@ def test_a_run_is_resumed_only_with_the_same_model_and_tokenizer(endless, prompt
         assert call(*command).exit_code != 0
     if changed is not None:
         (tmp_path / changed).write_bytes((tmp_path / changed).read_bytes().replace(b"Mark", b"Kram") + b" ")
-    again = call(*command)
+    again = call(*command, "--device", "cpu")
     assert again.exit_code == (changed is not None)
     assert CHANGED[changed] in again.stderr and bool(again.stderr) == (changed is not None)
 
