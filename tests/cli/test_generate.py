@@ -166,9 +166,11 @@ def test_a_conversation_continues_from_its_cache_with_the_same_answers(endless, 
     options = ("--chat-template", tmp_path / "chat.jinja", "--max-new-tokens", 5)
     kept = chat("-", *options, input="Ruth likes Paris\n\nWho has Mumbai\nWhich is different\n")
     assert kept.exit_code == 0 and len(kept.stdout.split("\n")) >= 4
-    stream = TextGenerator.stream
-    monkeypatch.setattr(TextGenerator, "stream", lambda self, ids, **cache: stream(self, ids))
+    stream, asked = TextGenerator.stream, []
+    monkeypatch.setattr(TextGenerator, "stream", lambda self, ids, **_: asked.append(ids) or stream(self, ids))
     assert chat("Ruth likes Paris", *options, input="Who has Mumbai\nWhich is different\n").stdout == kept.stdout
+    # Messages and answers end with the template's line, and the template says what texts begin with.
+    assert [ids.count(ids[-1]) for ids in asked] == [1, 3, 5] and asked[0][0] != 0
 
 
 @pytest.mark.parametrize("ending", ["txt", "jsonl"])
