@@ -48,12 +48,10 @@ class GenerationOptions:
     ] = None
     temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature; 0: decode greedily.")] = None
     top_k: Annotated[int | None, typer.Option(help="Sample from the k likeliest tokens; 0: all.")] = None
-    top_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Sample from the likeliest tokens that sum to this.")
-    ] = None
-    min_p: Annotated[float | None, typer.Option(min=0, max=1, help="Minimum probability, relative to the highest.")] = (
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Sample from the likeliest that sum to this.")] = (
         None
     )
+    min_p: Annotated[float | None, typer.Option(min=0, max=1, help="Least probability, as a share of the top.")] = None
     repetition_penalty: Annotated[float | None, typer.Option(help="Above 1, repeat tokens less often.")] = None
     num_beams: Annotated[int | None, typer.Option(min=1, help="Number of beams of a beam search.")] = None
     seed: Annotated[int | None, typer.Option(help="Seed of sampling.")] = None
