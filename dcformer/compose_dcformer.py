@@ -266,16 +266,20 @@ def pack(states: Tensor, side: ComposeSide | None, width: int = 0) -> Tensor:
     return torch.cat((states, extra, filler), dim=-1)
 
 
-def unpack(rows: Tensor, channels: int, like: ComposeSide | None, heads: int = 0) -> tuple[Tensor, ComposeSide | None]:
-    """Undo `pack`: states of so many channels, and the weights of all keys, for the heads (or `heads`) of `like`."""
+def unpack(rows: Tensor, channels: int, like: ComposeSide | None, heads: int) -> tuple[Tensor, ComposeSide | None]:
+    """Undo `pack`: states of this number of channels, and the key-wise weights of all keys, of the layout of `like`."""
+    states, factors = _split_rows(rows, channels, like, heads)
+    return states, None if factors is None else ComposeSide(factors=factors)
+
+
+def _split_rows(rows: Tensor, channels: int, like: ComposeSide | None, heads: int = 0) -> tuple[Tensor, Tensor | None]:
+    """The states and the factors (batch, heads, key, factors) that rows hold, for as many heads as `like`."""
     if like is None:
         return rows[..., :channels], None
     kv_groups = (heads or like.factors.shape[1]) // rows.shape[1]
     number = kv_groups * like.factors.shape[-1]
     states, factors, _ = rows.split_with_sizes((channels, number, rows.shape[-1] - channels - number), dim=-1)
-    if kv_groups > 1:
-        factors = factors.unflatten(3, (kv_groups, -1)).transpose(2, 3).flatten(1, 2)
-    return states, ComposeSide(factors=factors)  # factors (batch, heads, key, factors)
+    return states, factors.unflatten(3, (kv_groups, -1)).transpose(2, 3).flatten(1, 2) if kv_groups > 1 else factors
 
 
 def update_cache(
@@ -288,10 +292,11 @@ def update_cache(
     channels, (key_width, value_width) = key.shape[-1], allocated_widths(cache, layer_idx)
     pre_side, post_side = None if pre is None else pre.key, None if post is None else post.key
     rows = cache.update(pack(key, pre_side, key_width), pack(value, post_side, value_width), layer_idx)
-    key, pre_side = unpack(rows[0], channels, pre_side)
-    value, post_side = unpack(rows[1], channels, post_side)
-    pre = None if pre is None else ComposeWeights(pre.query, pre_side, pre.static, pre.groups)
-    post = None if post is None else ComposeWeights(post.query, post_side, post.static, post.groups)
+    (key, before), (value, after) = _split_rows(rows[0], channels, pre_side), _split_rows(rows[1], channels, post_side)
+    if pre is not None and before is not None:
+        pre = pre._replace(key=ComposeSide(factors=before))
+    if post is not None and after is not None:
+        post = post._replace(key=ComposeSide(factors=after))
     return key, value, pre, post
 
 

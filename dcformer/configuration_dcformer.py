@@ -110,8 +110,7 @@ class DCFormerConfig(PreTrainedConfig):
         head_dim (`int`, *optional*): Channels per head. None: `hidden_size // num_attention_heads`.
         hidden_act (`str`, defaults to `"silu"`): Activation of the MLP.
         mlp_type (`str`, defaults to `"gated"`): `"gated"` (SwiGLU with silu) or `"plain"` (two matrices).
-        mlp_gate_dim (`int`, *optional*): Number of slices of the inner layer, each scaled by a softmax weight computed
-            from the input (the authors' `mgate`; 44 in the 8B model). None: no such gate.
+        mlp_gate_dim (`int`, *optional*): Slices of the inner layer that a softmax over the input scales (44 in the 8B).
         norm_type (`str`, defaults to `"rms_norm"`): `"rms_norm"`, or `"layer_norm"` (with bias).
         norm_eps (`float`, defaults to 1e-6): Epsilon of the block norms and the final norm.
         parallel_residual (`bool`, defaults to `False`): Attention and MLP read the same residual, as in GPT-NeoX.
@@ -119,21 +118,17 @@ class DCFormerConfig(PreTrainedConfig):
         qk_norm (`bool`, defaults to `True`): RMS norm of queries and keys, per head, before RoPE.
         qk_norm_eps (`float`, defaults to 1e-6): Its epsilon. JAX runs use `normalization_layer_epsilon`, mostly 1e-5.
         max_position_embeddings (`int`, defaults to 2048): Longest sequence the model was trained on.
-        position_embedding_type (`str`, defaults to `"rope"`): `"rope"`, or `"learned"` absolute positions (the
-            GPT-3 style Transformer baseline of section 4.1).
+        position_embedding_type (`str`, defaults to `"rope"`): `"rope"`, or `"learned"` as in GPT-3 (section 4.1).
         rope_parameters (`dict`, *optional*): `rope_theta` (10000), `rope_type` ("default"), `partial_rotary_factor`.
         sliding_window (`int`, *optional*, defaults to 256): Keys that a sliding layer sees, with its own; 2 or more.
         layer_types (`list[str]`, *optional*): `"sliding_attention"` or `"full_attention"` per layer. None: alternating,
             sliding first; all full if `sliding_window` is None.
         attention_dropout (`float`, defaults to 0.0): Dropout on the composed attention weights.
-        initializer_range (`float`, defaults to 0.02): Standard deviation of the linear layers and embeddings. The
-            composition parameters follow section 4 of the paper instead.
-        oov_policy (`str`, defaults to `"error"`): For token ids outside the embedding: `"error"` raises ValueError,
-            `"clamp"` uses the nearest row (as the authors' JAX code does).
+        initializer_range (`float`, defaults to 0.02): Standard deviation of linear layers and embeddings at the start.
+        oov_policy (`str`, defaults to `"error"`): Ids without a row: `"error"` or, as in JAX, `"clamp"` to the nearest.
         compose_rank (`int`, defaults to 2): R, the rank of the dynamic projections.
         compose_groups (`int`, defaults to 1): Groups of heads that compose among themselves only (section 3.2).
-        compose_activation (`str`, defaults to `"gelu"`): Activation of the dynamic projections. `"gelu"` (erf) in the
-            published torch models, `"gelu_pytorch_tanh"` in JAX.
+        compose_activation (`str`, defaults to `"gelu"`): Of the projections; in JAX it is `"gelu_pytorch_tanh"`.
         compose_norm_eps (`float`, defaults to 1e-6): Epsilon of the RMS norm over heads of W_q1 and W_k1.
         compose_pre, compose_post (`bool`, default to `True`): Compose scores before, weights after the softmax.
         compose_query, compose_key (`bool`, default to `True`): Query-wise and key-wise branches.
@@ -141,8 +136,7 @@ class DCFormerConfig(PreTrainedConfig):
         compose_static (`bool`, defaults to `False`): Static projection (branch 1); alone it is Talking-Heads attention.
         compose_layers (`list[int]`, *optional*): Indices of the layers that compose their heads. None: all.
 
-    With every composition switched off the model is a plain multi-head Transformer and runs through sdpa or
-    FlashAttention.
+    With every composition switched off the model is a plain Transformer, and uses sdpa or FlashAttention.
 
     Raises:
         ValueError: for a value that no model can have, or a key of the authors that contradicts one of ours.
@@ -255,9 +249,7 @@ class DCFormerConfig(PreTrainedConfig):
     @property
     def compose_cache_channels(self) -> tuple[int, int]:
         """Extra channels for key-wise weights in the cached keys and values of a composing layer."""
-        numbers = 0
-        if self.compose_key:
-            numbers = 2 * self.compose_rank * self.compose_low_rank + self.compose_gate
+        numbers = self.compose_key * (2 * self.compose_rank * self.compose_low_rank + self.compose_gate)
         numbers *= self.num_attention_heads // self.num_key_value_heads
         padded = -(-numbers // CACHE_ROW_ALIGNMENT) * CACHE_ROW_ALIGNMENT
         return padded * self.compose_pre, padded * self.compose_post
@@ -371,10 +363,7 @@ class DCFormerConfig(PreTrainedConfig):
 
 @strict
 class DCPythiaConfig(DCFormerConfig):
-    r"""
-    Configuration of a DCPythia model: the Pythia architecture with composed attention and query/key norm (section 4.2
-    of the paper). All fields are those of [`DCFormerConfig`]; the defaults are those of DCPythia-2.8B.
-    """
+    """Configuration of DCPythia: Pythia with composed attention and query/key norm (section 4.2). By default 2.8B."""
 
     model_type = "dcpythia"
     default_rope: ClassVar[dict[str, float]] = {"partial_rotary_factor": 0.25}

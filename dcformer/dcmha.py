@@ -7,7 +7,7 @@ what surrounds attention in a layer. In a model, `attn_implementation="dcmha_NAM
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -160,7 +160,7 @@ def explain_choice(
 def choose_backend(inputs: AttentionInputs, name: str | None = None) -> Backend:
     """Return the backend of this name, or else the first that takes the call; ValueError if the named one does not."""
     if name is None:
-        return next(backend for backend, reason in _tried_backends(inputs) if reason is None)
+        return _tried_backends(inputs)[-1][0]
     if name not in BACKENDS:
         raise ValueError(f"implementation must be one of {', '.join(BACKENDS)}, got {name!r}.")
     if (reason := BACKENDS[name].why_not(inputs)) is not None:
@@ -168,15 +168,17 @@ def choose_backend(inputs: AttentionInputs, name: str | None = None) -> Backend:
     return BACKENDS[name]
 
 
-def _tried_backends(inputs: AttentionInputs) -> Iterator[tuple[Backend, str | None]]:
+def _tried_backends(inputs: AttentionInputs) -> list[tuple[Backend, str | None]]:
     """Backends with the reason why they do not take the call, up to the one that does."""
+    tried: list[tuple[Backend, str | None]] = []
     for backend in [BACKENDS["plain"]] if is_exporting() else reversed(BACKENDS.values()):
         if backend.device_type in ("any", inputs.query.device.type):
-            yield backend, (reason := backend.why_not_automatic(inputs))
-            if reason is None:
+            tried.append((backend, backend.why_not_automatic(inputs)))
+            if tried[-1][1] is None:
                 break
         elif backend.device_type is not None:
-            yield backend, f"it is selected automatically on {backend.device_type.upper()} devices only"
+            tried.append((backend, f"it is selected automatically on {backend.device_type.upper()} devices only"))
+    return tried
 
 
 @torch.compiler.assume_constant_result  # Dynamo before torch 2.14 takes any compilation for an export
@@ -340,10 +342,10 @@ def _checked_inputs(
             continue
         if weights.groups < 1 or heads % weights.groups != 0:
             raise ValueError(f"{name}.groups must divide the {heads} heads, got {weights.groups}.")
-        static, shape = weights.static, [weights.groups, *[heads // weights.groups] * 2]
-        if static is not None and [*static.shape] != shape:
+        static, size = weights.static, (weights.groups, *[heads // weights.groups] * 2)
+        if static is not None and static.shape != size:
             raise ValueError(
-                f"{name}.static must be (groups, heads per group, heads per group) = {shape}, got {[*static.shape]}."
+                f"{name}.static must be (groups, heads per group, heads per group) = {size}, got {tuple(static.shape)}."
             )
         for kind, side, length in (("query", weights.query, queries), ("key", weights.key, keys)):
             if side is not None and side.factors.shape[:3] != (batch, heads, length):
@@ -360,8 +362,10 @@ def _checked_inputs(
         mask = Visibility(queries, keys, **band, padding=padding, dense=dense)
     fits = (mask.query_length, mask.key_length) == (queries, keys)
     fits = fits and (mask.dense is None or mask.dense.shape[1] in (1, heads))
-    shapes = [tuple(t.shape) for t in (mask.padding, mask.dense, mask.sequence_ids) if t is not None]
-    if not fits or any(shape[0] not in (1, batch) for shape in shapes):
+    for tensor in (mask.padding, mask.dense, mask.sequence_ids):
+        fits = fits and (tensor is None or tensor.shape[0] in (1, batch))
+    if not fits:
+        shapes = [tuple(t.shape) for t in (mask.padding, mask.dense, mask.sequence_ids) if t is not None]
         raise ValueError(
             f"The mask must be for {batch} rows, {heads} heads, {queries} queries and {keys} keys, got one for "
             f"{mask.query_length} queries and {mask.key_length} keys with {shapes}."

@@ -1,7 +1,6 @@
 """Checks of a model's inputs and labels, and the attention masks that are made of the inputs."""
 
 import copy
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -25,17 +24,18 @@ CACHE_NAME = next(n for n in ("cache", "past_key_values") if n in inspect.signat
 
 def takes_older_cache_name(forward: Callable) -> Callable:
     """Let `past_key_values` stand for `cache`: with the warning of Transformers from 5.24, in silence before it."""
-    until = "5.40.0" if CACHE_NAME == "cache" else "5.0.0"
-    rename = deprecate_kwarg("past_key_values", until, new_name="cache")(forward)
-
-    @functools.wraps(forward)
-    def renamed(*args: Any, **kwargs: Any) -> Any:
-        return (rename if "past_key_values" in kwargs else forward)(*args, **kwargs)  # the first takes microseconds
-
+    if CACHE_NAME == "cache":
+        return deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(forward)
+    silent = deprecate_kwarg("past_key_values", "5.0.0", new_name="cache")(forward)
     signature = inspect.signature(forward)
     parameters = [p.replace(name=CACHE_NAME) if p.name == "cache" else p for p in signature.parameters.values()]
-    renamed.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return renamed
+    silent.__signature__ = signature.replace(parameters=parameters)
+    return silent
+
+
+@takes_older_cache_name
+def older_cache(cache: Any) -> Any:  # for layers, in which this wrapper would take microseconds of every step
+    return cache
 
 
 def checked_ids(input_ids: Any, embed_tokens: nn.Module, config: DCFormerConfig) -> Tensor:

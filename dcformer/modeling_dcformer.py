@@ -33,6 +33,7 @@ from .inputs_dcformer import (
     checked_ids,
     checked_labels,
     make_masks,
+    older_cache,
     takes_older_cache_name,
 )
 from .types_dcformer import Projected
@@ -167,7 +168,6 @@ class DCFormerAttention(nn.Module):
         for name in ATTENTION_MAPS:
             self.add_module(name, nn.Identity())
 
-    @takes_older_cache_name
     def forward(
         self,
         hidden_states: Tensor,
@@ -176,6 +176,8 @@ class DCFormerAttention(nn.Module):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        if "past_key_values" in kwargs:
+            cache = older_cache(past_key_values=kwargs.pop("past_key_values"))
         implementation = self.config._attn_implementation
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, composed_attention_forward)
         if self.has_observers():

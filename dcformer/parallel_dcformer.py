@@ -29,9 +29,7 @@ DIMENSION_OF_GROUPS = {"hidden_weight": 1, "low_rank_weight": 0, "gate_weight": 
 
 
 def shards_heads(config: DCFormerConfig, ranks: int) -> bool:
-    """
-    True if `ranks` processes (`tp_size`) can each compute some of the heads: groups and key/value heads divide evenly.
-    """
+    """True if each of `ranks` processes can compute some of the heads: groups and key/value heads divide evenly."""
     groups = config.compose_groups if config.composes_heads else config.num_attention_heads
     return groups % ranks == 0 and config.num_key_value_heads % ranks == 0
 

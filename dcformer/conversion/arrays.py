@@ -55,7 +55,7 @@ class SourceArray:
 
 @dataclass(frozen=True)
 class Source:
-    """What lies in a checkpoint, whatever model it is of."""
+    """The content of a checkpoint, whatever model it is of."""
 
     format: str  #: such as `"PAX (flat .npz)"`; told more precisely when the model is known
     location: str

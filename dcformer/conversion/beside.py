@@ -1,4 +1,4 @@
-"""What lies beside the weights of a source and goes beside those of the result: tokenizer, settings, licence."""
+"""The files beside the weights of a source, which go beside those of the result: tokenizer, settings, licence."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def find_files(
     generation: bytes | None = None,
 ) -> Files:
     """
-    What comes along from a folder, if there is one.
+    Collect what comes along from a folder, if there is one.
 
     Args:
         folder: A local folder with the source's tokenizer, settings for `generate` and licence.

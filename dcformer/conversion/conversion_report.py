@@ -32,7 +32,7 @@ _OF_THE_RUN = ("destination", "seconds", "source_bytes", "resumed_shards", "was_
 
 @dataclass
 class ConversionReport:
-    """What a conversion did."""
+    """The record of a conversion."""
 
     source: dict[str, Any]  #: format, location, step, and the SHA-256 of the arrays that were read
     origins: list[Origin]  #: where every value of the configuration comes from

@@ -73,7 +73,7 @@ def read_model(
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is in a checkpoint."""
+    """The description of a checkpoint, without its weights."""
 
     format: str  #: such as `"MaxText (OCDBT, zarr 2)"` or `"torch files, the authors' names"`
     location: str

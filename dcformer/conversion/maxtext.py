@@ -60,7 +60,7 @@ class _Tree:
 
     @property
     def static(self) -> dict[str, bool]:
-        """Whether there is a static matrix for each stage."""
+        """True for each stage that has a static matrix."""
         return {stage: self.has(f"{stage}_proj.w") for stage in ("pre", "post")}
 
 

@@ -75,13 +75,13 @@ class Part:
         return values.reshape([stop - start for start, stop in self.region])
 
     def within(self, region: Region) -> tuple[slice, ...]:
-        """Where the part lies in the values of a larger region of its array."""
+        """The slices of the part in the values of a larger region of its array."""
         return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(self.region, region))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the arrays of a source go."""
+    """The places of a source's arrays in the parameters of a model."""
 
     parts: Mapping[str, Sequence[Part]]  #: what fills each parameter, by its name, in the order of writing
     ignored: Mapping[str, str] = field(default_factory=dict)  #: what is not read as a parameter, with the reason
@@ -102,7 +102,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Files:
-    """What goes beside the weights."""
+    """The files and notes that go beside the weights."""
 
     tokenizer: PreTrainedTokenizerBase | None = None
     generation: bytes | None = None  #: content of generation_config.json; `None`: it follows from the configuration

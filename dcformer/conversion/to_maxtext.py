@@ -49,7 +49,7 @@ _ARCHITECTURE = {"decoder_block": "dcformer", "mlp_activations": ["silu", "linea
 
 @dataclass
 class MaxTextReport:
-    """What a conversion to MaxText did."""
+    """The record of a conversion to MaxText."""
 
     destination: str  #: the run's checkpoints folder
     step: int  #: its only one
@@ -78,7 +78,7 @@ class _Target:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What the report says of the array."""
+        """The entry of the array in the report."""
         return {"name": self.name, "shape": [*self.shape], "dtype": dtype_name(self.dtype), "sources": self.sources}
 
 

@@ -111,7 +111,7 @@ def why_no_kernel(inputs: AttentionInputs) -> str | None:
         for side in weights[:2]:
             if side is not None:
                 tensors.append(side.factors)
-                if side.rank > MOST_RANK:
+                if side.factors.shape[3] // 2 > MOST_RANK:
                     return f"it takes low-rank maps of rank {MOST_RANK} at most, not {side.rank}"
         if weights.static is not None:
             tensors.append(weights.static)

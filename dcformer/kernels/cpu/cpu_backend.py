@@ -78,11 +78,18 @@ class CPUBackend(Backend):
         if torch.is_grad_enabled() or not 0 < batch * length <= FEW_TOKENS or torch.is_autocast_enabled("cpu"):
             return None
         # Modules and parameters take ten times as long to read as attributes.
-        compose, linear, *norms = [layer._modules.get(name) for name in ("compose", "qkv_proj", "q_norm", "k_norm")]
+        modules = layer._modules.get
+        compose, linear, query_norm, key_norm = (
+            modules("compose"),
+            modules("qkv_proj"),
+            modules("q_norm"),
+            modules("k_norm"),
+        )
         if type(compose) is not ComposeProjection:
             return None
         act_fn: Any = compose._modules["act_fn"]
-        expected = ((compose, None), (linear, nn.Linear), (act_fn, None), *((norm, DCFormerRMSNorm) for norm in norms))
+        norms = (query_norm, DCFormerRMSNorm), (key_norm, DCFormerRMSNorm)
+        expected = (compose, None), (linear, nn.Linear), (act_fn, None), *norms
         activation, slots = _ACTIVATIONS.get(type(act_fn)), compose.slots
         if activation is None or compose.rank > MOST_RANK or not slots or must_run_modules(*expected):
             return None
@@ -93,8 +100,11 @@ class CPUBackend(Backend):
         hidden, gate = parameters.get("hidden_weight"), parameters.get("gate_weight")
         weights = [hidden, parameters.get("low_rank_weight"), gate]
         weights += [linear._parameters["weight"], linear._parameters["bias"]]
-        weights += [None if norm is None else norm._parameters["weight"] for norm in norms]
+        eps = [compose.norm_eps]
         views: list[int] = []
+        for norm in (query_norm, key_norm):
+            weights.append(None if norm is None else norm._parameters["weight"])
+            eps.append(0.0 if norm is None else norm.eps)
         for tensor in (*weights, hidden_states):
             if tensor is None:
                 views += _NO_VIEW
@@ -127,9 +137,10 @@ class CPUBackend(Backend):
                 states[stage], factors[slot], _ = packed[slot].split_with_sizes((width, number, padding), dim=3)
                 address += width * hidden_states.element_size()
                 factor_views[slot] = (address, dtype, number, *strides)
-        for view in (written[0], *state_views, *(factor_views.get(slot, _NO_VIEW) for slot in range(4))):
+        for view in (written[0], *state_views):
             views += view
-        eps = (compose.norm_eps, *(0.0 if norm is None else norm.eps for norm in norms))
+        for slot in range(4):
+            views += factor_views.get(slot, _NO_VIEW)
         shape = batch, length, compose.groups, compose.heads, activation, width, heads, key_heads
         _run("dcformer_project", _PROJECTION, *shape, *eps, *views)
         pre, post = compose.weights_of(factors)
