@@ -1,4 +1,4 @@
-"""Print as JSON what the kernels of operators take of GPUs: `python compile_all.py CAPABILITY ...`.
+"""Print as JSON what the kernels of operators take of GPUs: `python compile_all.py KERNEL_TO_COUNT ...`.
 
 The operators run on meta tensors, so that their launches are those of real sizes; instead of being run, each kernel is
 compiled by Triton and NVIDIA's assembler for a GPU that is not there. Triton must not be in its interpreter's mode.
@@ -30,6 +30,8 @@ from dcformer.kernels.triton import tuning
 from dcformer.kernels.triton.attention_backward import composed_backward
 from dcformer.kernels.triton.attention_decode import composed_decode
 from dcformer.kernels.triton.attention_forward import composed_forward
+from dcformer.kernels.triton.compose_weights import _factors, _factors_of_few, _gradients
+from dcformer.kernels.triton.rotation import Heads, launch_rotation
 
 
 OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion", "maxnreg"}
@@ -37,6 +39,14 @@ LENGTH, FACTORS = 512, 5
 COMPOSING = "weights_fwd_kernel", "deltas_bwd_kernel", "compose_fwd_kernel", "compose_bwd_kernel"
 # Of each capability: whether matrix products of four warps take registers, and the heads and channels of a shape.
 SHAPES = {80: (False, 16, 80), 90: (True, 32, 128), 100: (False, 32, 128)}
+# Heads, rank and number types of states and weights: of many tokens, then of a few.
+FACTORS_OF = {
+    80: [(32, 2, torch.bfloat16, torch.bfloat16)],
+    90: [(32, 2, torch.bfloat16, torch.bfloat16), (40, 4, torch.float32, torch.float32)],
+    100: [(64, 4, torch.bfloat16, torch.float32)],  # as under autocast
+}
+FACTORS_OF_FEW = {80: (52, 4, torch.bfloat16), 90: (32, 2, torch.bfloat16), 100: (32, 2, torch.float32)}
+ROTATED = {80: (16, 80, 20), 90: (32, 128, 128), 100: (24, 104, 104)}  # heads, channels and those that turn
 
 
 def states(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -63,6 +73,34 @@ def step_call(heads: int, channels: int, window: int | None) -> Call:
     return Call(query, key, value, own, pre, None, own, post, None, *[None] * 3, 1, True, window, 0, channels**-0.5)
 
 
+def growing_cache() -> None:
+    """A step a length between two powers of 2."""
+    query, own = states(2, 32, 1, 64), states(2, 32, 1, 5)
+    for length in range(1030, 1062):
+        rows, padding = states(2, 32, length, 72), torch.empty(2, length, dtype=torch.bool, device="meta")
+        key, factors = rows[..., :64], rows[..., 64:69]
+        stages = (own, factors, None, own, factors, None)
+        composed_decode(Call(query, key, key, *stages, padding, None, None, 1, True, None, length - 1, 0.1))
+
+
+def projections(capability: int) -> Iterator[Callable[[], object]]:
+    for heads, rank, dtype, of_weight in FACTORS_OF[capability]:
+        inner, outer = 2 * rank * heads, (1, 4, 2 * rank * heads, 2 * rank, heads)
+        call = states(1, 4096, 1, 4, inner + heads, dtype=dtype), states(*outer, dtype=of_weight)
+        gradient = states(4, 1, heads, 4096, 2 * rank + 1, dtype=dtype).permute(0, 1, 3, 4, 2)
+        yield functools.partial(_factors, "none", 1e-6, *call)
+        yield functools.partial(_gradients, "none", 1e-6, gradient, *call, True)
+    heads, rank, dtype = FACTORS_OF_FEW[capability]
+    inner = 2 * rank * heads
+    shapes = (1, 1, 4096), (4096, 1, 4, inner), (1, 4, inner, 2 * rank, heads), (4096, 1, 4, heads)
+    yield functools.partial(_factors_of_few, "none", 1e-6, *(states(*shape, dtype=dtype) for shape in shapes))
+    heads, channels, rotary = ROTATED[capability]
+    query, key = (states(2, 1, 3, heads, channels)[:, :, i].transpose(1, 2) for i in range(2))
+    norm, angles = states(channels), states(1, 1, rotary, dtype=torch.float32)
+    sides = [Heads.of(tensor, norm if channels > 80 else None, 1e-6) for tensor in (query, key)]
+    yield functools.partial(launch_rotation, *sides, angles, angles)
+
+
 def operators(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     tuning.is_hopper = lambda _: SHAPES[capability][0]
     _, *shape = SHAPES[capability]
@@ -78,8 +116,10 @@ def operators(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
         wide = prompt_call(64, 128, None)
         log_sums = states(1, 64, LENGTH, dtype=torch.float32)
         yield "composing 64 heads", functools.partial(composed_backward, wide.query, wide, log_sums, 2**28)
+        yield "a growing cache", growing_cache
     lengths, table = states(2, dtype=torch.int32), states(2, 32, dtype=torch.int32)
     yield "decode", functools.partial(composed_decode, step, lengths, table)
+    yield from (("projection", function) for function in projections(capability))
 
 
 def launches(function: Callable[[], Any], target: GPUTarget) -> list[tuple[ASTSource, dict[str, Any], Any]]:
@@ -127,8 +167,8 @@ def usage(source: ASTSource, options: dict[str, Any], sizes: Any, target: GPUTar
     """
     Registers of a thread, bytes of its stack and shared memory of a program, and the instructions that order what
     programs write for one another. On Hopper, of the longest loop, the instructions for a score, as if each of its
-    iterations took one query of a composing kernel, and those that reach spilled registers: to disassemble takes longer
-    than to compile.
+    iterations took one query of a composing kernel, and those that reach spilled registers, if there can be any or they
+    are to be counted: to disassemble takes as long as to compile.
     """
     compiled = triton.compile(source, target=target, options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -142,7 +182,8 @@ def usage(source: ASTSource, options: dict[str, Any], sizes: Any, target: GPUTar
             "shared": compiled.metadata.shared,
             "ordering": re.findall(r"bar\.sync|atom\.global[\w.]*|ld\.global\.cg", compiled.asm["ptx"]),
         }
-        if target.arch == 90 and sizes is not None:
+        is_asked_for = int(stack) > 0 or source.fn.fn.__name__ in sys.argv[1:]
+        if target.arch == 90 and sizes is not None and is_asked_for:
             loop = longest_loop(cuobjdump("-sass", file.name))
             scores = sizes.COMPOSE_N.value * sizes.HEADS.value / (32 * options["num_warps"])
             found["spills"] = sum(instruction in ("LDL", "STL") for instruction in loop)
@@ -170,7 +211,7 @@ def longest_loop(code: str) -> list[str]:
 
 def main() -> None:
     found = []
-    for capability in map(int, sys.argv[1:]):
+    for capability in SHAPES:
         target = GPUTarget("cuda", capability, 32)
         for name, function in operators(capability):
             about = {"capability": capability, "operator": name}

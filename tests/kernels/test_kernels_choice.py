@@ -228,8 +228,14 @@ def ran(unasked, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("context", [contextlib.nullcontext, torch.inference_mode])
-@pytest.mark.parametrize("options", [{"mode": "reduce-overhead"}, {"backend": "eager", "dynamic": True}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "context"),
+    [
+        ({"mode": "reduce-overhead"}, torch.inference_mode),
+        ({"backend": "eager", "dynamic": True}, contextlib.nullcontext),
+    ],
+    ids=str,
+)
 def test_what_is_compiled_before_it_ever_ran_runs_on_the_kernels(options, context, ran):
     compiled = torch.compile(lambda *inputs: composed_attention(*inputs), fullgraph=True, **options)
     with context():
@@ -251,8 +257,7 @@ def test_small_calls_in_a_compiled_graph_run_on_pytorch_but_for_decoding(limit, 
     assert ran == [*expected, 13]
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize(("is_compiled", "use_reentrant"), [(True, False), (False, True)])
 def test_the_first_step_of_training_with_checkpoints_runs_on_the_kernels(is_compiled, use_reentrant, ran):
     model, tokens = tiny_model(num_hidden_layers=1).to(DEVICE).train(), random_tokens(2, 13).to(DEVICE)
 

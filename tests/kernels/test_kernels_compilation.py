@@ -1,5 +1,6 @@
 """The kernels compile for GPUs of three generations that are not there."""
 
+import collections
 import json
 import operator
 import os
@@ -19,22 +20,34 @@ INSTRUCTIONS |= {"compose_bwd_kernel": [25, 27], "query_factors_bwd_kernel": [4]
 INSTRUCTIONS |= {"scores_fwd_kernel": [29, 29, 29], "attention_bwd_kernel_dkv": [22]}
 
 
-def printed_by(*arguments):
-    """The JSON that Python prints with these arguments, where Triton compiles instead of interpreting."""
+def compiled():
+    """What compile_all.py prints where Triton compiles instead of interpreting, by the operator that launches it."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(Path(dcformer.__file__).parents[1])])
-    command = [sys.executable, *map(str, arguments)]
-    return json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    environment["PYTHONPATH"] = str(Path(dcformer.__file__).parents[1])
+    command = [sys.executable, Path(__file__).with_name("compile_all.py"), *INSTRUCTIONS]
+    found = collections.defaultdict(list)
+    for kernel in json.loads(subprocess.run(command, env=environment, capture_output=True, check=True).stdout):
+        found[kernel["operator"]].append(kernel)
+    return found
 
 
 def test_kernels_compile_without_spilled_registers_in_loops_and_to_few_instructions():
-    kernels = printed_by(Path(__file__).with_name("compile_all.py"), "80", "90", "100")
+    """All in one process, since starting one takes longer than to compile for a capability."""
+    found = compiled()
+    projections, wide = found.pop("projection"), found.pop("composing 64 heads")
+    names = collections.Counter(kernel["kernel"] for kernel in projections)
+    factors = {"factors_fwd_kernel": 4 + 3, "factors_bwd_kernel": 4, "partial_products_kernel": 3}
+    assert names == {**factors, "rotation_fwd_kernel": 3}
+    assert all(kernel["stack"] == 0 and kernel["registers"] <= 128 for kernel in projections)
+    assert all(kernel["shared"] <= 99 * 2**10 for kernel in projections)
+    # A cache that grows by a key a step is read by the same kernels.
+    growing = found.pop("a growing cache")
+    assert sorted(kernel["kernel"] for kernel in growing) == ["decode_scores_kernel", "decode_values_kernel"]
     # Those of 64 heads leave no register free: of their five hundred instructions Triton 3.9 lets ten reach the stack.
-    wide = [kernel for kernel in kernels if kernel["operator"] == "composing 64 heads"]
-    assert len(wide) == 9 and [kernel for kernel in wide if kernel["spills"] > 10 or kernel["stack"] > 64] == []
-    kernels = [kernel for kernel in kernels if kernel not in wide]
-    operators = {(kernel["capability"], kernel["operator"]) for kernel in kernels}
-    assert operators == {(each, name) for each in (80, 90, 100) for name in ("forward", "backward", "decode")}
+    assert len(wide) == 9 and [kernel for kernel in wide if kernel.get("spills", 0) > 10 or kernel["stack"] > 64] == []
+    assert found.keys() == {"forward", "backward", "decode"}
+    assert all({kernel["capability"] for kernel in each} == {80, 90, 100} for each in found.values())
+    kernels = [kernel for each in found.values() for kernel in each]
     hopper = [kernel for kernel in kernels if kernel["capability"] == 90]
     assert [kernel for kernel in hopper if kernel.get("spills", 0) > 0 or kernel["stack"] > 48] == []
     for name, bounds in INSTRUCTIONS.items():
@@ -50,23 +63,3 @@ def test_kernels_compile_without_spilled_registers_in_loops_and_to_few_instructi
     # KiB that a program may have: of those for 8.0 what 8.6 and 8.9, which run them too, have; of the others their own.
     limits = {80: 99, 90: 227, 100: 227}
     assert [kernel for kernel in kernels if kernel["shared"] > limits[kernel["capability"]] * 2**10] == []
-
-
-GROWING_CACHE = """
-import json, torch
-from compile_all import Call, GPUTarget, composed_decode, launches, states
-
-def steps():
-    query, own = states(2, 32, 1, 64), states(2, 32, 1, 5)
-    for length in range(1030, 1062):  # between powers of 2
-        rows, padding = states(2, 32, length, 72), torch.empty(2, length, dtype=torch.bool, device="meta")
-        key, factors = rows[..., :64], rows[..., 64:69]
-        stages = (own, factors, None, own, factors, None)
-        composed_decode(Call(query, key, key, *stages, padding, None, None, 1, True, None, length - 1, 0.1))
-
-print(json.dumps(sorted(source.fn.fn.__name__ for source, *_ in launches(steps, GPUTarget("cuda", 90, 32)))))
-"""
-
-
-def test_a_cache_that_grows_by_a_key_a_step_is_read_by_the_same_kernels():
-    assert printed_by("-c", GROWING_CACHE) == ["decode_scores_kernel", "decode_values_kernel"]
