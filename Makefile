@@ -29,7 +29,7 @@ demo: $(VENV)/.core
 	@OMP_NUM_THREADS=1 $(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # What most often finds a mistake, in about a minute on two idle cores: ruff, and of every part the tests that take
 # little.
@@ -53,7 +53,7 @@ test-serving:
 
 # The tests of `make test`; counting lines takes half as long again.
 coverage: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --cov --cov-report term
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --cov --cov-report term
 
 # For what runs from the working tree without a network: .venv if there is one, else $(PYTHON) with what it has.
 ANY_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))

@@ -1,4 +1,4 @@
-"""Processes for tests that need others: each is forked from one that has imported `dcformer` and done nothing else.
+"""Processes for tests that need others: each is forked from one that has imported what they need and done nothing else.
 
 A new interpreter needs seconds for that import, a fork none. The process of the tests itself cannot be forked: the
 threads of torch and tensorstore would be missing in the copy, and torch refuses to differentiate there.
@@ -13,7 +13,8 @@ from multiprocessing.process import BaseProcess
 def start(function, *arguments, method="forkserver", **options) -> BaseProcess:
     """A process that calls a function of an importable module; `kill` ends it at once, `join` waits for its end."""
     context = multiprocessing.get_context(method)
-    context.set_forkserver_preload(["dcformer.conversion", "dcformer.training.trainer"])
+    libraries = ["matplotlib.pyplot", "omegaconf", "pytest", "scipy.stats"]
+    context.set_forkserver_preload(["dcformer.cli", "dcformer.conversion", "dcformer.training.trainer", *libraries])
     process = context.Process(target=function, args=arguments, kwargs=options, daemon=True)
     process.start()
     return process
