@@ -52,6 +52,14 @@ def fixed_seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def unhurried_disk():
+    """Nothing waits until the disk has written, thousands of times; tests of the order of writing see the calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def golden(tmp_path_factory) -> Path:
     """The folder of weights and logits of the authors' code, which tests/reference/README.md describes."""
