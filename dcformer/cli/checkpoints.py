@@ -60,7 +60,7 @@ class _OfTheAuthors(_ToTransformers):
 
 @dataclass(frozen=True, kw_only=True)
 class _MaxText(_OfTheAuthors):
-    """Convert a MaxText (orbax) checkpoint into a Transformers folder."""
+    """Convert a checkpoint of MaxText (orbax) for Transformers."""
 
     step: Step = None
     train_config: TrainConfig = None
@@ -68,7 +68,7 @@ class _MaxText(_OfTheAuthors):
 
 @dataclass(frozen=True, kw_only=True)
 class _Pax(_OfTheAuthors):
-    """Convert PAX weights (.npz, .npy files or zarr arrays) into a Transformers folder."""
+    """Convert PAX weights (.npz, .npy or zarr) for Transformers."""
 
     config: Annotated[
         str, typer.Option(help="The model's config.json, with the authors' keys or those of this package.")
@@ -78,7 +78,7 @@ class _Pax(_OfTheAuthors):
 
 @dataclass(frozen=True, kw_only=True)
 class _Torch(_OfTheAuthors):
-    """Convert the authors' torch files, in a folder or on the Hub, into a Transformers folder of this package."""
+    """Convert the authors' torch files (a folder or on the Hub)."""
 
     revision: Revision = None
 
@@ -91,7 +91,11 @@ def _numbers(text: str) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Upcycle(_ToTransformers):
-    """Add composition to a pretrained Llama, Mistral, Qwen, SmolLM or GPT-NeoX model (also .gguf), for training."""
+    """
+    Add composition to a pretrained model, for training.
+
+    Llama, Mistral, Qwen, SmolLM and GPT-NeoX models are taken, also as .gguf.
+    """
 
     rank: Annotated[int | None, typer.Option(help="Rank of composition.", show_default="2")] = None
     groups: Annotated[int | None, typer.Option(help="Groups of heads that compose.", show_default="1")] = None
@@ -111,7 +115,7 @@ class _Upcycle(_ToTransformers):
 
 @dataclass(frozen=True, kw_only=True)
 class _ToMaxText(_Conversion):
-    """Convert a Transformers folder into a MaxText (orbax) checkpoint."""
+    """Convert a Transformers folder for MaxText (orbax)."""
 
     step: Annotated[int | None, typer.Option(help="Step to write.", show_default="the source's, or 0")] = None
     scan_layers: Annotated[bool, typer.Option(help="Stack the layers in one array per parameter.")] = True
@@ -183,7 +187,7 @@ def inspect_command(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show the format, arrays and architecture of a checkpoint, without reading its weights."""
+    """Show what a checkpoint holds, without reading its weights."""
     with running_quietly(debug):
         from ..common.dtypes import dtype_name
         from ..conversion import inspect_checkpoint
