@@ -78,13 +78,8 @@ class CPUBackend(Backend):
         if torch.is_grad_enabled() or not 0 < batch * length <= FEW_TOKENS or torch.is_autocast_enabled("cpu"):
             return None
         # Modules and parameters take ten times as long to read as attributes.
-        modules = layer._modules.get
-        compose, linear, query_norm, key_norm = (
-            modules("compose"),
-            modules("qkv_proj"),
-            modules("q_norm"),
-            modules("k_norm"),
-        )
+        names = "compose", "qkv_proj", "q_norm", "k_norm"
+        compose, linear, query_norm, key_norm = map(layer._modules.get, names)
         if type(compose) is not ComposeProjection:
             return None
         act_fn: Any = compose._modules["act_fn"]
