@@ -197,7 +197,7 @@ class ComposeProjection(nn.Module):
         if factors is None:
             hidden, gates = product(states, hidden_weight), product(states, gate_weight)
             factors = plain_factors(self.act_fn, self.norm_eps, hidden, low_rank_weight, gates)
-        return dict(zip(slots, factors.permute(0, 1, 4, 2, 3).unbind(0)))
+        return dict(zip(slots, factors.permute(0, 1, 4, 2, 3).unbind(0)))  # (batch, heads, length, channels) each
 
 
 DCFormerCompose = ComposeProjection  # the name in version 0.1

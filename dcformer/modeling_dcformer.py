@@ -179,6 +179,7 @@ class DCFormerAttention(nn.Module):
         if "past_key_values" in kwargs:
             cache = older_cache(past_key_values=kwargs.pop("past_key_values"))
         implementation = self.config._attn_implementation
+        # "eager", the default, is not registered there: it has a backend chosen.
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, composed_attention_forward)
         if self.has_observers():
             interface = hooked_attention_forward

@@ -20,6 +20,7 @@ LOG2_E = 1.4426950408889634
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_RANK = 8
 _NOTHING = ComposeWeights()
+# What fused code stands for, as torch and this package define it: `is_traced` asks whether somebody has replaced one.
 _ORIGINALS = (
     *(torch._C._nn.linear, torch._C._nn.gelu, torch._C._VariableFunctions.bmm, torch._C._VariableFunctions.tanh),
     *(functional.rms_norm, nn.Linear.forward, DCFormerRMSNorm.forward, ComposeProjection.forward),
@@ -142,7 +143,7 @@ def is_traced() -> bool:
         return True
     if torch._C._len_torch_function_stack() > 0:  # a default device is such a mode too, which changes nothing here
         return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
-    # What fused code stands for, which others may replace, by an emulated precision for example.
+    # Others may replace them, by an emulated precision for example.
     functions = (functional.linear, functional.gelu, torch.bmm, torch.tanh, functional.rms_norm)
     methods = (nn.Linear.forward, DCFormerRMSNorm.forward, ComposeProjection.forward)
     return (*functions, *methods, nn.Module.__call__, Tensor.__matmul__) != _ORIGINALS

@@ -7,17 +7,17 @@ Only the inputs and the logarithms of the softmax's sums are kept from the forwa
 2. `weights_bwd_kernel`: weights, composed weights, and by part of the keys the softmax's delta, the sum over the keys
    of a weight times its gradient, for which all heads are needed (it is not the sum of output times gradient); where
    these need too many registers, `Sizes.IS_SPLIT`, three kernels do it;
-3. `compose_bwd_kernel`: gradients of composed scores, then those of scores, and what each query adds to the gradients
-   of the keys' factors, which `key_factors_bwd_kernel` sums up;
-4. `query_factors_bwd_kernel`: those of the queries' factors and of the static map follow from the gradient of a query's
+3. `query_factors_bwd_kernel`: gradients of the queries' factors and of the static map follow from that of a query's
    matrix: one product of the inputs of its composition with the gradients of the outputs, over the keys;
+4. `compose_bwd_kernel`: gradients of a composition's inputs, and what each query adds to the gradients of the keys'
+   factors, which `key_factors_bwd_kernel` sums up; 3 and 4 run for the composition after the softmax, then before it;
 5. `output_fwd_kernel` and `attention_bwd_kernel_dkv`: gradients of queries, keys and values by matrix products.
 
 Each part of a gradient has one program, which adds up what blocks contribute, so two runs give the same bits.
 
-Letters: a input of a composition, d gradient of its output. The gradient of a is the transposed composition of d. The
-gradient of a key's w1 is a times the sums of d, of w2 it is d times the sums of a, and of the gate it is a d, each
-summed over the queries. For 16-bit inputs d is in float16, times a power of 2 that keeps it in that type's range.
+The letters are those of `blocks`. The gradient of a is the transposed composition of d. The gradient of a key's w1 is a
+times the sums of d, of w2 it is d times the sums of a, and of the gate it is a d, each summed over the queries. For
+16-bit inputs d is in float16, times a power of 2 that keeps it in that type's range.
 """
 
 from typing import Any
@@ -44,7 +44,8 @@ def composed_backward(
     query, key, value = call.query, call.key, call.value
     sizes, mask, (pre, post) = Sizes.of(call, is_forward=False), Mask.of(call), Stage.both(call)
     chunks = list(plan_chunks(call, sizes, _bytes_per_column(sizes, query, pre, post), workspace_bytes))
-    # What one chunk does not complete is summed in float32, whatever the type of the tensors.
+    # What one chunk does not complete is summed in float32: keys, values and keys' factors, unless each chunk has all
+    # queries of its rows of the batch.
     results = call.new_gradients("static" if chunks[-1].start == 0 else ("static", "key", "value"))
     norms = _largest_norms(output_gradient, value)
     deltas, totals = torch.empty_like(log_sums), torch.empty_like(log_sums)
@@ -57,15 +58,15 @@ def composed_backward(
         forward.launch_scores(work, output_gradient, value, gradients, 1.0, norms)
         matrices, part_deltas = forward.launch_matrices(work, pre, post, scores), work.new_parts(scores)
         part_totals = work.new_parts(scores) if scores.dtype == torch.float32 else None
-        inputs = {"post": post, "matrices": matrices, "gradients": gradients, "weights": weights}
-        inputs |= {"part_deltas": part_deltas, "part_totals": part_totals, **work.compose_options()}
+        arguments = {"post": post, "matrices": matrices, "gradients": gradients, "weights": weights}
+        arguments |= {"part_deltas": part_deltas, "part_totals": part_totals, **work.compose_options()}
         if sizes.IS_SPLIT:
             forward.launch_weights(work, pre, post, scores, matrices, log_sums, weights)
-            deltas_bwd_kernel[work.compose_grid()](*work.arguments(), **inputs)
+            deltas_bwd_kernel[work.compose_grid()](*work.arguments(), **arguments)
             forward.launch_compose(work, post, weights, matrices, composed)
         else:
-            inputs |= {"pre": pre, "scores": scores, "log_sums": log_sums}
-            weights_bwd_kernel[work.compose_grid()](*work.arguments(), **inputs, composed=composed)
+            arguments |= {"pre": pre, "scores": scores, "log_sums": log_sums}
+            weights_bwd_kernel[work.compose_grid()](*work.arguments(), **arguments, composed=composed)
         forward.launch_reduce_parts(work, None, part_deltas, deltas)
         if part_totals is not None:
             # Logarithms of large scores are rounded so far that weights do not add up to 1. Divided by what they add up
@@ -80,7 +81,7 @@ def composed_backward(
         forward.launch_output(work, score_gradients, key, results[0])
         _launch_dkv(work, score_gradients, query, results[1])
         # Their memory is that of the next chunk.
-        del scores, gradients, weights, composed, score_gradients, matrices, part_deltas, part_totals, inputs
+        del scores, gradients, weights, composed, score_gradients, matrices, part_deltas, part_totals, arguments
         del of_post, of_pre
     tensors: Any = call[:DIFFERENTIABLE]
     return tuple(None if result is None else result.to(tensor.dtype) for result, tensor in zip(results, tensors))
@@ -105,42 +106,43 @@ def _largest_norms(*tensors: Tensor) -> Tensor | None:
 
 
 def _launch_compose_bwd(
-    work: Work, stage: Stage, matrices: Tensor, deltas: Any, into: Any, scale: float, results: Any, **inputs: Any
+    work: Work, stage: Stage, matrices: Tensor, deltas: Any, into: Any, scale: float, results: Any, **arguments: Any
 ) -> None:
     """
     Compute gradients of a composition's inputs times `scale`, or with `deltas`, after the softmax, of the softmax's
     inputs; and `results`: those of the factors of queries, of keys and of the static map, where there are any.
     """
-    (mask, chunk, sizes), (dquery, dkey, dstatic) = work, results
+    (mask, chunk, sizes), (dq_factors, dk_factors, dstatic) = work, results
     rows, numbers = min(chunk.rows, mask.queries - chunk.start), stage.key.NUMBER.value * sizes.ALL_HEADS
-    inputs |= {"stage": stage}
-    factor_scale = 1 / LOG2_E if deltas is None else 1.0  # which scores hold
-    if dquery is not None or dstatic is not None:
+    arguments |= {"stage": stage}
+    factor_scale = 1 / LOG2_E if deltas is None else 1.0  # scores hold a factor log2(e), and so do products with them
+    if dq_factors is not None or dstatic is not None:
         shape = matrices[:, :, :, 0].shape
         dmatrices: Any = None if dstatic is None else matrices.new_empty(shape, dtype=torch.float32)
         # Grid: a query, 1, a group of heads in a row of the batch.
         grid = chunk.rows, 1, chunk.number * sizes.GROUPS
-        outputs = {"dquery": dquery, "dmatrices": dmatrices, "scale": factor_scale}
-        query_factors_bwd_kernel[grid](*work.arguments(), **inputs, **outputs, **QUERY_FACTORS)
+        outputs = {"dq_factors": dq_factors, "dmatrices": dmatrices, "scale": factor_scale}
+        # Before `compose_bwd_kernel`, which after the softmax overwrites the gradients that it has read.
+        query_factors_bwd_kernel[grid](*work.arguments(), **arguments, **outputs, **QUERY_FACTORS)
         if dstatic is not None:
             dstatic += dmatrices[:, :rows, :, : sizes.HEADS, : sizes.HEADS].sum((0, 1))
     sums = None
-    if dkey is not None:
+    if dk_factors is not None:
         shape = chunk.number, chunk.rows // sizes.COMPOSE_M, chunk.columns, numbers
         sums = matrices.new_empty(shape, dtype=torch.float32)
-    launches = [(into, 0 if dkey is None else 3)]
-    if sizes.IS_SPLIT and dkey is not None:
-        launches = [(None, 1), (None, 2), (into, 0)]
+    launches = [(into, 0 if dk_factors is None else 3)]
+    if sizes.IS_SPLIT and dk_factors is not None:
+        launches = [(None, 1), (None, 2), (into, 0)]  # `into` last, for the same reason
     # Without maxnreg ptxas limits some forms of this kernel to 32 registers, and they spill.
-    inputs |= {"matrices": matrices, "scale": scale, "deltas": deltas, "sums": sums, "maxnreg": 255}
+    arguments |= {"matrices": matrices, "scale": scale, "deltas": deltas, "sums": sums, "maxnreg": 255}
     for each, of_keys in launches:
         options = {"into": each, "SUMS": of_keys, **work.compose_options()}
-        compose_bwd_kernel[work.compose_grid()](*work.arguments(), **inputs, **options)
-    if dkey is not None:
+        compose_bwd_kernel[work.compose_grid()](*work.arguments(), **arguments, **options)
+    if dk_factors is not None:
         block_n, block = 16, 64
         # Grid: a block of keys, a block of factors x heads, a row of the batch.
         grid = cdiv(mask.keys, block_n), cdiv(numbers, block), chunk.number
-        tensors = {"stage": stage, "sums": sums, "dkey": dkey, "scale": factor_scale}
+        tensors = {"stage": stage, "sums": sums, "dfactors": dk_factors, "scale": factor_scale}
         options = {"BLOCK": block, "BLOCK_N": block_n, "IS_FIRST": chunk.start == 0, **REDUCING}
         key_factors_bwd_kernel[grid](*work.arguments(), **tensors, **options)
 
@@ -159,8 +161,8 @@ def _launch_dkv(work: Work, weights: Tensor, q: Tensor, gradients: Any) -> None:
 @triton.jit
 def _store_deltas(e, d, matrix, chunk, sizes, tile, row, post, factors, part_deltas, part_totals):
     """Store by part of the keys the sums of weights e times their gradients, from those d of composed weights."""
-    p, _sums = blocks.compose_heads(d, blocks.to_accumulator(d, tile.eye), matrix, factors, tile.eye, post, True)
-    blocks.store_parts(part_deltas, tl.sum(blocks.in_parts(e * p, sizes), 1), chunk, tile, row, sizes)
+    de, _sums = blocks.compose_heads(d, blocks.to_accumulator(d, tile.eye), matrix, factors, tile.eye, post, True)
+    blocks.store_parts(part_deltas, tl.sum(blocks.in_parts(e * de, sizes), 1), chunk, tile, row, sizes)
     if part_totals is not None:
         blocks.store_parts(part_totals, tl.sum(blocks.in_parts(e, sizes), 1), chunk, tile, row, sizes)
 
@@ -229,11 +231,11 @@ def compose_bwd_kernel(
             if deltas is not None:
                 delta = blocks.load_row(deltas, mask, tile.group, chunk.start + row, sizes)
             d32 = blocks.to_accumulator(d, tile.eye)
-            p, d_sums = blocks.compose_heads(d, d32, matrix, factors, tile.eye, stage, True)
+            da, d_sums = blocks.compose_heads(d, d32, matrix, factors, tile.eye, stage, True)
             a32 = blocks.to_accumulator(a, tile.eye)
             if into is not None:
-                p = a32 * (p - delta[None, :]) if deltas is not None else p * scale
-                blocks.store_tile(into, p, chunk, tile, row)
+                da = a32 * (da - delta[None, :]) if deltas is not None else da * scale
+                blocks.store_tile(into, da, chunk, tile, row)
             if SUM_W1:
                 dw1 = _add_products(dw1, d_sums, a32)
             if SUM_W2:
@@ -249,7 +251,7 @@ def compose_bwd_kernel(
             _store_sums(sums + offsets, dgate, 2 * RANK, inverse, tile, sizes)
         if SUM_W2:
             _store_sums(sums + offsets, dw2, RANK, inverse, tile, sizes)
-    elif (deltas is None) & (into is not None):
+    elif (deltas is None) & (into is not None):  # only gradients of scores are read by products of matrices
         blocks.store_zeros(into, mask, chunk, sizes, tile)
 
 
@@ -279,7 +281,7 @@ def _store_sums(pointers, sums, FIRST: tl.constexpr, scale, tile, sizes):
 
 
 @triton.jit
-def query_factors_bwd_kernel(mask, chunk, sizes, stage, inputs, gradients, norms, dquery, dmatrices, scale):
+def query_factors_bwd_kernel(mask, chunk, sizes, stage, inputs, gradients, norms, dq_factors, dmatrices, scale):
     """The gradient of one query's matrix [heads in, heads out], and from it those of its factors."""
     RANK: tl.constexpr = stage.query.RANK
     group, row = blocks.program_group(chunk, sizes), tl.program_id(0)
@@ -297,9 +299,9 @@ def query_factors_bwd_kernel(mask, chunk, sizes, stage, inputs, gradients, norms
         if norms is not None:
             scale /= blocks.load_gradient_scale(norms)
         total *= scale
-        if dquery is not None:
-            pointers = dquery + ((group.b * sizes.ALL_HEADS + group.offs_h) * mask.queries + t) * stage.query.NUMBER
-            DTYPE: tl.constexpr = dquery.dtype.element_ty
+        if dq_factors is not None:
+            pointers = dq_factors + ((group.b * sizes.ALL_HEADS + group.offs_h) * mask.queries + t) * stage.query.NUMBER
+            DTYPE: tl.constexpr = dq_factors.dtype.element_ty
             factors = blocks.load_factors(stage.query, group.b, group.offs_h, t, group.is_head, tl.float32)
             for r in tl.static_range(RANK):
                 dw1, dw2 = tl.sum(total * factors[RANK + r][None, :], 1), tl.sum(total * factors[r][:, None], 0)
@@ -314,7 +316,7 @@ def query_factors_bwd_kernel(mask, chunk, sizes, stage, inputs, gradients, norms
 
 @triton.jit
 def key_factors_bwd_kernel(
-    mask, chunk, sizes, stage, sums, dkey, scale, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, IS_FIRST: tl.constexpr
+    mask, chunk, sizes, stage, sums, dfactors, scale, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, IS_FIRST: tl.constexpr
 ):
     """Add `scale` times the sums of computed blocks of queries; the first chunk of a batch row sets the gradients."""
     NUMBER: tl.constexpr = stage.key.NUMBER
@@ -337,15 +339,15 @@ def key_factors_bwd_kernel(
     is_inside = is_number & (offs_n < mask.keys)[:, None]
     total *= scale
     if not IS_FIRST:
-        total += tl.load(dkey + offsets, mask=is_inside, other=0.0)
-    tl.store(dkey + offsets, total.to(dkey.dtype.element_ty), mask=is_inside)
+        total += tl.load(dfactors + offsets, mask=is_inside, other=0.0)
+    tl.store(dfactors + offsets, total.to(dfactors.dtype.element_ty), mask=is_inside)
 
 
 @triton.jit
 def attention_bwd_kernel_dkv(
     mask, chunk, sizes, weights, q, gradients, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, IS_FIRST: tl.constexpr
 ):
-    """Gradients of some channels of a block of keys or values, summed over the heads of queries that share them."""
+    """Gradients of values, or in another launch of keys: weights^T . q, summed over the heads that share them."""
     KV_GROUPS: tl.constexpr = gradients.KV_GROUPS
     pid_n, pid_bh = tl.program_id(1), tl.program_id(2)
     batch_row = (pid_bh // (sizes.ALL_HEADS // KV_GROUPS)).to(tl.int64)

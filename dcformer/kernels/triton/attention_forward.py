@@ -29,8 +29,8 @@ from .tuning import PART, REDUCING, SCORES_BLOCKS, SCORES_PROGRAMS, SCORES_WIDTH
 from .workspace import Mask, Stage, States, Work, plan_chunks
 
 
-# Scores of float32 inputs stay in float32; those of 16-bit inputs have their range of exponents from the composition's
-# small numbers, so what counts is the mantissa: float16 errs an eighth as much as bfloat16.
+# Scores of float32 inputs stay in float32, and those of bfloat16 are in float16 too, which has three more bits of
+# mantissa; scores beyond 65,504 would leave its range.
 SCORE_TYPES = {torch.float32: torch.float32, torch.float16: torch.float16, torch.bfloat16: torch.float16}
 
 
@@ -54,7 +54,7 @@ def composed_forward(call: Call, workspace_bytes: int) -> tuple[Tensor, Tensor]:
         inputs = {"pre": pre, "scores": scores, "matrices": matrices, **work.compose_options()}
         softmax_sums_fwd_kernel[work.compose_grid()](*work.arguments(), **inputs, largest=largest, sums=sums)
         launch_reduce_parts(work, largest, sums, log_sums)
-        composed = scores.view(query.dtype)
+        composed = scores.view(query.dtype)  # the same memory, in the type of the values that these are multiplied with
         launch_weights(work, pre, post, scores, matrices, log_sums, scores if sizes.IS_SPLIT else composed)
         if sizes.IS_SPLIT:
             launch_compose(work, post, scores, matrices, composed)
@@ -64,7 +64,7 @@ def composed_forward(call: Call, workspace_bytes: int) -> tuple[Tensor, Tensor]:
 
 
 def launch_scores(work: Work, q: Any, k: Any, scores: Tensor, scale: float, norms: Tensor | None = None) -> None:
-    """Compute scale * q k^T: scores or, of output gradients and values, gradients of weights, scaled by their norms."""
+    """Compute scale * q k^T: scores or, of output gradients and values, gradients of weights in a range by `norms`."""
     # Products of float32 run outside of the tensor cores, in registers, which larger steps overflow.
     step = min(32 if q.dtype == torch.float32 else 64, max(16, next_power_of_2(q.shape[3])))
     chunk, sizes = work.chunk, work.sizes
@@ -107,7 +107,7 @@ def launch_weights(
 
 
 def launch_compose(work: Work, post: Stage, weights: Tensor, matrices: Tensor, composed: Tensor) -> None:
-    """Compose weights."""
+    """Mix attention weights across heads after the softmax, where `launch_weights` has not."""
     inputs = {"post": post, "weights": weights, "matrices": matrices, **work.compose_options()}
     compose_fwd_kernel[work.compose_grid()](*work.arguments(), **inputs, composed=composed)
 
@@ -124,7 +124,7 @@ def launch_output(work: Work, weights: Tensor, v: Any, output: Any) -> None:
 
 @triton.jit
 def _program_rows(mask, chunk, sizes, BLOCK: tl.constexpr):
-    """Rows of a head that a program multiplies, where its scores begin, blocks of columns in sight, column 0's key."""
+    """b, h, rows, the offset of the head's scores, the first visible block and that after the last, column 0's key."""
     pid_m, pid_bh = tl.program_id(1), tl.program_id(2)
     b, h = (pid_bh // sizes.ALL_HEADS).to(tl.int64) + chunk.batch, (pid_bh % sizes.ALL_HEADS).to(tl.int64)
     first_row = pid_m * sizes.BLOCK_M

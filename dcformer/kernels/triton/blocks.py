@@ -4,9 +4,11 @@ Functions that kernels share: which keys a block of queries sees, loading and st
 Names: b is a row of the batch, offs_h are heads, offs_m queries, offs_n keys and offs_d channels. A row and a column
 are those of the workspace (`workspace.Chunk`): row 0 is query `chunk.start`, and where column 0 is depends on the row.
 
-A composed tile has the scores of one query, [COMPOSE_N, HEADS]. All that the query and the static map do to it is a
-product with one matrix, I + gate + w1 w2^T + static. What the keys do is elementwise except for the sums over the
-heads. With w1 and w2 exchanged and the matrix transposed the same function composes gradients.
+Letters: a is what is composed, x and y are a composed before and after the softmax, e are weights (exponentials), d is
+the gradient of what a composition gives. A tile has the scores of one query, [COMPOSE_N, HEADS]. All that the query and
+the static map do to it is a product with one matrix, I + gate + w1 w2^T + static. What the keys do is elementwise
+except for the sums over the heads. With w1 and w2 exchanged and the matrix transposed the same function composes
+gradients.
 """
 
 from typing import Any, NamedTuple
@@ -128,7 +130,7 @@ def mask_scores(x, mask, t, tile):
 @triton.jit
 def state_offsets(states, b, offs_h, offs_t):
     """The offsets of the first channels of positions, in elements, for heads of queries."""
-    head = offs_h // states.KV_GROUPS * (states.stride_h >> 1)
+    head = offs_h // states.KV_GROUPS * (states.stride_h >> 1)  # see `workspace.unspecialized`
     return (b * (states.stride_b >> 1) + head + offs_t * states.stride_t) * states.UNIT
 
 
@@ -268,7 +270,7 @@ def to_accumulator(a, eye):
 
 @triton.jit
 def sum_over_heads(x):
-    """The sum of each row of [COMPOSE_N, HEADS] in each of its columns."""
+    """Sums of [COMPOSE_N, HEADS] over the heads, repeated for every head."""
     HEADS: tl.constexpr = x.shape[1]
     # A product with ones leaves it in 8 columns, of which each thread takes one: nothing is exchanged between threads.
     total = tl.dot(x, tl.full([HEADS, 8], 1.0, x.dtype))
@@ -278,7 +280,7 @@ def sum_over_heads(x):
 
 
 @triton.jit
-def compose_heads(a, a32, matrix, key, eye, stage, TRANSPOSED: tl.constexpr):
+def compose_heads(a, a32, matrix, key_factors, eye, stage, TRANSPOSED: tl.constexpr):
     """Equation 7 for a query's tile [COMPOSE_N, HEADS], and of each rank sums with the keys' w1 (w2 if TRANSPOSED)."""
     x = a32
     if stage.query.RANK + stage.query.GATE + stage.HAS_STATIC > 0:
@@ -287,11 +289,11 @@ def compose_heads(a, a32, matrix, key, eye, stage, TRANSPOSED: tl.constexpr):
     sums = ()
     if RANK + stage.key.GATE > 0:
         a = a32.to(a.dtype)
-        of_key = a * key[2 * RANK] if stage.key.GATE else tl.zeros(a.shape, a.dtype)
+        of_key = a * key_factors[2 * RANK] if stage.key.GATE else tl.zeros(a.shape, a.dtype)
         for r in tl.static_range(RANK):
-            product = a * key[TRANSPOSED * RANK + r]
+            product = a * key_factors[TRANSPOSED * RANK + r]  # w1, or transposed w2
             total = tl.sum(product, 1, keep_dims=True) if a.dtype == tl.float32 else sum_over_heads(product)
-            of_key += total.to(a.dtype) * key[(1 - TRANSPOSED) * RANK + r]
+            of_key += total.to(a.dtype) * key_factors[(1 - TRANSPOSED) * RANK + r]
             sums = sums + (total,)
         x = x + of_key if a.dtype == tl.float32 else tl.dot(of_key, eye, x)
     return x, sums

@@ -1,4 +1,4 @@
-"""Compose weights from their wide projections in a Triton kernel, and gradients in another, as operators of torch.
+"""The factors of compose weights (w1, w2, gates) from wide products of hidden states, and gradients, as operators.
 
 The product with the hidden states is torch's. What follows it (activation, low-rank product, normalisation over
 heads, tanh, layout) is a small kernel of torch for each step, which takes longer to launch than to run.

@@ -46,7 +46,7 @@ class Sizes(NamedTuple):
     COMPOSE_N: int
     WARPS: int  # of a program that composes
     STAGES: int
-    IS_SPLIT: bool  # a launch for each result: in one, 40 heads spill 91 times a row forward and 314 times backward
+    IS_SPLIT: bool  # a launch for each result, where one would spill registers: for 40 heads 91 times a row forward
 
     @classmethod
     def of(cls, call: Call, is_forward: bool) -> "Sizes":

@@ -84,7 +84,7 @@ class Stage(NamedTuple):
     query: Factors
     key: Factors
     static: Tensor | None  # (groups, heads per group, heads per group) [in, out]
-    # Triton 3.6 forgets in loops the constants of tuples in this one, unless a constant comes after them.
+    # Last: in loops Triton 3.6 loses the constants of nested tuples unless a constant follows them.
     HAS_STATIC: tl.constexpr
 
     @classmethod
