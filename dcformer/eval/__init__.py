@@ -29,3 +29,7 @@ def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
