@@ -12,7 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 import dcformer
-from dcformer import cache_bytes_per_token, cli
+from dcformer import cache_bytes_per_token, cli, dcmha
 
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +20,7 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # Run by every `make test`; those of all pages by `pytest tests/docs --all-pages`.
-RUN_ALWAYS = ("README", "conversion", "generation", "drop_in", "questions")
+RUN_ALWAYS = ("README", "conversion", "generation", "drop_in", "operator", "questions", "sharing")
 # Their examples train or evaluate; tests of their rooms run those.
 RUN_ELSEWHERE = ("evaluation", "sweeps", "training")
 # The page names a checkpoint of 5.7 GB; the bundled model stands in for it.
@@ -53,6 +53,7 @@ def pytest_generate_tests(metafunc):
 
 def test_its_examples_run_and_print_what_it_says(example_page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(dcmha, "BACKENDS", dict(dcmha.BACKENDS))
     namespace = {}
     found = blocks(example_page, "python", "text")
     for number, (language, text) in enumerate(found):
