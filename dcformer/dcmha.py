@@ -36,8 +36,8 @@ class Backend:
 
     Attributes:
         name (`str`): As `implementation=` takes it.
-        device_type (`str`, *optional*): The devices where calls that name no backend try it, such as "cpu", or "any",
-            and where it is asked for parts of a layer. None: attention by name only.
+        device_type (`str`, *optional*): The devices where calls that name no backend try it, and layers ask it for
+            their parts, such as "cpu"; "any": everywhere, for attention alone. None: attention by name only.
     """
 
     name: str

@@ -204,11 +204,12 @@ def _plan(
     )
     index, planned = task_manager().task_index, []
     for task in tasks:
+        definition = index[PREFIX + task].cfg
         of_task = replace(
             of_model,
             max_length=_longest_input(model, task, options.max_length),
-            task_version=(index[PREFIX + task].cfg.get("metadata") or {}).get("version"),
-            data=data_fingerprint(options.data_dir, task),
+            task_version=(definition.get("metadata") or {}).get("version"),
+            data=data_fingerprint(options.data_dir, task, definition),
         )
         is_complete = task in (*HEAD_TASKS, *PERPLEXITY_TASKS)  # without examples
         planned += [(task, replace(of_task, num_fewshot=number)) for number in ((0,) if is_complete else shots)]

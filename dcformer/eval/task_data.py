@@ -12,13 +12,14 @@ import ast
 import codecs
 import fnmatch
 import functools
+import glob
 import hashlib
 import io
 import json
 import logging
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,17 +107,29 @@ def import_extra(name: str) -> Any:
     return import_optional(name, "Evaluation", "eval")
 
 
-def data_fingerprint(data_dir: str | os.PathLike | None, task: str) -> str:
+def data_fingerprint(data_dir: str | os.PathLike | None, task: str, definition: Mapping[str, Any] | None = None) -> str:
     """
-    The data of a result: `"sha256:..."` of the files in the task's folder or of the definition that names its data, or
-    the source with its revision.
+    The data of a result: `"sha256:..."` of the files in the task's folder, or of the definition and the local files
+    that it names, or the source with its revision.
     """
     source = source_of(task)
     if source.address == _DEFINITION:
-        return files_fingerprint([TASKS_FOLDER / f"dcformer_{task}.yaml"])
+        return files_fingerprint([TASKS_FOLDER / f"dcformer_{task}.yaml", *_files_of_definition(definition or {})])
     if data_dir is None or source.address == "generated":
         return f"{source}@{source.revision or source.hash or 'main'}"
     return files_fingerprint(data_files(Path(data_dir, data_folder(task, data_dir))))
+
+
+def _files_of_definition(definition: Mapping[str, Any]) -> list[Path]:
+    """The local files that a task of lm-eval reads: a pattern, or several, perhaps by split, or all of a folder."""
+    options = definition.get("dataset_kwargs") or {}
+    named = options.get("data_files") or ()
+    patterns = [definition.get("dataset_path"), options.get("data_dir")]
+    for each in named.values() if isinstance(named, Mapping) else [named]:
+        patterns += [each] if isinstance(each, str) else each
+    paths = [Path(path) for pattern in patterns if pattern for path in sorted(glob.glob(pattern, recursive=True))]
+    files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    return [file for file in files if file.is_file()]
 
 
 def files_fingerprint(files: Iterable[Path]) -> str:

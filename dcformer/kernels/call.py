@@ -30,7 +30,7 @@ DIFFERENTIABLE, TENSORS = 9, 12  # of a call's fields, the first that may have g
 
 
 class Call(NamedTuple):
-    """All tensors, those that may have gradients first, then all numbers."""
+    """All tensors, those that may have gradients first, then all numbers; `csrc/call.h` has a structure of its own."""
 
     query: Tensor  # (batch, heads, query, channels)
     key: Tensor  # (batch, key/value heads, key, channels)

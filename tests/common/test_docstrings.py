@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("dcformer", "benchmarks", "research", "scripts")
+# A docstring begins with none of these words.
 OPENINGS = "of as and likewise from by for with if in also where which what how whether when like to on at then or"
 BAD = re.compile(rf"(?:the same|{'|'.join(OPENINGS.split())})\b", re.IGNORECASE)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

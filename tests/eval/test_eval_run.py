@@ -322,7 +322,8 @@ def test_a_task_is_added_by_its_file_alone(start, data, tmp_path, monkeypatch):
     folder = shutil.copytree(tasks_folder(), tmp_path / "tasks")
     monkeypatch.setattr("dcformer.eval.task_data.TASKS_FOLDER", folder)
     file, ways = folder / "dcformer_ways.yaml", "doc_to_choice: '{{[sol1, sol2]}}'\ndoc_to_target: label\n"
-    read = f"dataset_path: parquet\ndataset_kwargs: {{data_files: {data}/piqa/validation.parquet}}\ntest_split: train\n"
+    rows = shutil.copy(f"{data}/piqa/validation.parquet", tmp_path)
+    read = f"dataset_path: parquet\ndataset_kwargs: {{data_files: {rows}}}\ntest_split: train\n"
     file.write_text(
         f"# which way is better\ntask: dcformer_ways\n{read}output_type: multiple_choice\n{ways}doc_to_text: goal"
     )
@@ -333,6 +334,8 @@ def test_a_task_is_added_by_its_file_alone(start, data, tmp_path, monkeypatch):
     assert call("report", tmp_path / "out").exit_code == 0
     file.write_text(file.read_text().replace("text: goal", "text: 'Goal: {{goal}}'"))
     assert start(tasks="ways")[0].settings.data != first.settings.data  # and not reused
+    datasets.Dataset.from_parquet(rows).select(range(5)).to_parquet(rows)
+    assert start(tasks="ways")[0].num_documents == 5
     file.write_text("include: column.yaml\ntask: dcformer_ways\ndataset_kwargs: {column: ways}\n")
     with pytest.raises(ValueError, match="where the documents of 'ways' are published"):
         start(tasks="ways")

@@ -319,9 +319,9 @@ def test_names_of_tasks_and_suites():
     for names in ({"suite": "tabel4"}, {"tasks": "piqa,boolk"}, {"tasks": ""}):
         with pytest.raises(ValueError, match="choose from"):
             find_tasks(**names)
-    assert [task.name for task in list_tasks()] == list(TASKS)
+    assert [task.name for task in list_tasks()][: len(TASKS)] == list(TASKS)  # others, which somebody adds, follow
     files = {file.stem.removeprefix("dcformer_") for file in tasks_folder().glob("dcformer_*.yaml")}
-    assert files == {*TASKS, "table4", "head_tasks_authors"} and set(OTHER_PROMPTS) <= files
+    assert files >= {*TASKS, "table4", "head_tasks_authors"} and set(OTHER_PROMPTS) <= files
 
 
 @pytest.fixture(scope="module")

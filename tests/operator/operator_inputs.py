@@ -24,7 +24,8 @@ from dcformer.visibility_dcformer import Visibility
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Of the C++ code, those that this CPU executes; the widest comes first.
 INSTRUCTION_SETS = [*itertools.dropwhile(lambda name: name != native._instruction_set(), build.instruction_sets())]
-# The implementations for every device, each with the number types in which it is held to the reference.
+# The implementations for every device, each with the number types in which it is held to the reference: the widest
+# first, in which it is asked whether it takes a case.
 FORMS = {
     "plain": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
     "native": (torch.float32, torch.bfloat16, torch.float16),

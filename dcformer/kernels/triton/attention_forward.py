@@ -124,7 +124,7 @@ def launch_output(work: Work, weights: Tensor, v: Any, output: Any) -> None:
 
 @triton.jit
 def _program_rows(mask, chunk, sizes, BLOCK: tl.constexpr):
-    """b, h, rows, the offset of the head's scores, the first visible block and that after the last, column 0's key."""
+    """Compute b, h, rows, the offset of a head's scores, first and last visible block (plus 1), and column 0's key."""
     pid_m, pid_bh = tl.program_id(1), tl.program_id(2)
     b, h = (pid_bh // sizes.ALL_HEADS).to(tl.int64) + chunk.batch, (pid_bh % sizes.ALL_HEADS).to(tl.int64)
     first_row = pid_m * sizes.BLOCK_M

@@ -20,7 +20,7 @@ struct Projection {
     View states;                // (batch, -, position, channel), channels contiguous
     View cosine, sine;          // float32 (batch, -, position, rotary channel), or nothing
     View query, key, value;     // (batch, heads, position, head_dim)
-    View factors[4];            // (batch, all heads, position, 2 rank + gate) of each branch, or nothing
+    View factors[4];            // (batch, all heads, position, 2 rank + gate) of each slot, or nothing
 };
 
 inline float activated(float x, int64_t activation) {
@@ -149,16 +149,16 @@ void project(const Projection& call) {
     float* maps = low_rank.part(0, inner);
     for (int64_t n = 0; n < tokens; n++)
         for (int64_t g = 0; g < call.groups; g++)
-            for (int64_t branch = g * 4; branch < g * 4 + 4; branch++) {
-                const View& factors = call.factors[branch - g * 4];
+            for (int64_t slot = g * 4; slot < g * 4 + 4; slot++) {
+                const View& factors = call.factors[slot - g * 4];
                 if (factors.type == NONE) continue;
-                float* hidden = totals + n * columns + branch * inner;
-                const float* gates = totals + n * columns + first_gate + branch * heads;
+                float* hidden = totals + n * columns + slot * inner;
+                const float* gates = totals + n * columns + first_gate + slot * heads;
                 for (int64_t k = 0; k < inner; k++) {
                     hidden[k] = activated(hidden[k], call.activation);
                     maps[k] = 0.0f;
                 }
-                with_numbers(call.low_rank_weight, branch * inner * inner,
+                with_numbers(call.low_rank_weight, slot * inner * inner,
                              [&](auto* weight) { add_rows(weight, inner, hidden, 0, inner, maps); });
                 for (int64_t r = 0; r < R; r++) {
                     float squares = 0.0f;
