@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 MOST_TOKENS = 32  # that are drawn, the last of the text
 _MOST_DRAWN_HEADS = 64
 _PANELS_IN_A_ROW = 8
-_ARROW = {"color": POSITIVE, "alpha": 0.7, "shrinkA": 8, "shrinkB": 8, "arrowstyle": "-|>"}
-_ARROW |= {"connectionstyle": "arc3,rad=.15"}
 # Colours of Okabe and Ito, which colour-blind readers distinguish, and hatches for print without colours.
 _LOOKS = {
     OWN_HEAD: ("#999999", ""),
@@ -218,31 +216,15 @@ def _lending_section(output: Path, statistics: dict[tuple[int, str], HeadMapStat
     lent = {key: means.lending.clone().fill_diagonal_(0.0) for key, means in statistics.items()}
     strongest = max(float(shares.max()) for shares in lent.values())
 
-    def axes_of(figure: Figure) -> Iterator[tuple[Axes, Tensor]]:
+    def draw(figure: Figure) -> None:
         figure.set_layout_engine("compressed")
-        axes = figure.subplots(len(kinds), len(layers), squeeze=False)
-        for axis, (kind, layer) in zip(axes.flat, product(kinds, layers)):
+        axes: list[Axes] = figure.subplots(len(kinds), len(layers), squeeze=False).ravel().tolist()
+        for axis, (kind, layer) in zip(axes, product(kinds, layers)):
+            image = axis.imshow(lent[layer, kind], cmap="Blues", vmin=0, vmax=strongest)
             axis.set_title(f"Layer {layer}, {kind}", fontsize=9)
-            yield axis, lent[layer, kind]
-
-    def draw_matrices(figure: Figure) -> None:
-        for axis, shares in axes_of(figure):
-            image = axis.imshow(shares, cmap="Blues", vmin=0, vmax=strongest)
             axis.locator_params(integer=True)
             axis.label_outer()
-        figure.colorbar(image, ax=figure.axes, label="Share that a head (across) takes from a head (down)")
-
-    def draw_graphs(figure: Figure) -> None:
-        for axis, shares in axes_of(figure):
-            angles = torch.arange(len(shares)) * 2 * math.pi / len(shares)
-            points = torch.stack((angles.sin(), angles.cos()), dim=1).tolist()
-            for taker, (x, y) in enumerate(points):
-                axis.text(x, y, str(taker), ha="center", va="center")
-                for lender in shares[:, taker].topk(min(3, len(shares) - 1)).indices.tolist():
-                    width = 4 * float(shares[lender, taker]) / strongest
-                    axis.annotate("", (x, y), points[lender], arrowprops=_ARROW | {"linewidth": width})
-            axis.set(xlim=(-1.2, 1.2), ylim=(-1.2, 1.2), aspect="equal")
-            axis.set_axis_off()
+        figure.colorbar(image, ax=axes, label="Share that a head (across) takes from a head (down)")
 
     parts = []
     for (layer, kind), means in sorted(statistics.items()):
@@ -255,19 +237,17 @@ def _lending_section(output: Path, statistics: dict[tuple[int, str], HeadMapStat
             f"from {largest:.2f} to {smallest:.2f}."
         )
         parts.append(_figure(f"Layer {layer}, {_STAGES[kind]}", drawn, caption))
-    size = 2.2 * len(layers) + 1, 2.2 * len(kinds) + 0.6
-    _drawn(output, "lending", size, draw_matrices)
-    graphs = _drawn(output, "lending_graph", size, draw_graphs)
+    _drawn(output, "lending", (2.2 * len(layers) + 1, 2.2 * len(kinds) + 0.6), draw)
     note = (
         "The matrices of equation 8: the share that a head (column) takes from each head (row), by absolute values, as "
-        "means over pairs of tokens. What a head keeps of itself, the diagonal, is left out; all have one scale. "
-        "Arrows lead to every head from the three from which it takes most."
+        "means over pairs of tokens. What a head keeps of itself, the diagonal, is left out; all have one scale."
     )
-    return _section("Who lends to whom", note, f'<div class="row">{"".join(parts)}</div>', graphs)
+    return _section("Who lends to whom", note, f'<div class="row">{"".join(parts)}</div>')
 
 
 def _attention_section(output: Path, recording: Recording) -> str:
-    labels, parts = recording.tokens[0][-MOST_TOKENS:], []
+    labels = recording.tokens[0][-MOST_TOKENS:]
+    parts: list[str] = []
     titles, note = {"weights": "softmax"}, "of a model that does not compose them."
     if len(recording.maps) > 1:
         titles = {"weights": "before composition", "composed_weights": "after composition"}
@@ -300,7 +280,7 @@ def _draw_panels(output: Path, name: str, panels: Sequence[tuple[str, Tensor]], 
 
     def draw(figure: Figure) -> None:
         figure.set_layout_engine("compressed")
-        axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat
+        axes: list[Axes] = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).ravel().tolist()
         for index, (axis, (title, weights)) in enumerate(zip(axes, panels)):
             strongest = max(float(weights.abs().max()), 1e-6)
             shown = weights.masked_fill(weights == 0, torch.nan)

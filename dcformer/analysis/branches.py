@@ -71,10 +71,10 @@ def branch_terms(attention: Tensor, weights: ComposeWeights) -> dict[str, Tensor
         zeros for a branch that the layer lacks.
     """
     attention = in_float64(attention)
-    weights = map_tensors(weights, lambda tensor, _: in_float64(tensor))
+    precise = map_tensors(weights, lambda tensor, _: in_float64(tensor))
     terms = {OWN_HEAD: attention}
     for branch in BRANCHES:
-        only = without(weights, set(BRANCHES) - {branch})
+        only = without(precise, set(BRANCHES) - {branch})
         terms[branch] = compose(attention, only) - attention
     return terms
 

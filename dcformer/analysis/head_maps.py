@@ -31,15 +31,17 @@ def head_maps(weights: ComposeWeights, query: int | Tensor, key: int | Tensor, b
     indices = batch, query, key
     rows, queries, keys = torch.broadcast_tensors(*(torch.as_tensor(index).view(-1) for index in indices))
     positions = {"query": queries, "key": keys}
+    tensors: dict[str, Tensor] = {}
 
     def pick(tensor: Tensor, name: str) -> Tensor:
         tensor = at_least_float32(tensor)
-        return tensor if name == "static" else tensor[rows, :, positions[name]].unsqueeze(2)  # (pairs, heads, 1, ...)
+        if name != "static":
+            tensor = tensor[rows, :, positions[name]].unsqueeze(2)  # (pairs, heads, 1, channels)
+        return tensors.setdefault(name, tensor)
 
     picked = map_tensors(weights, pick)
-    factors = picked.key if picked.query is None else picked.query
-    like = picked.static if factors is None else factors.factors
-    heads = like.shape[1] * (weights.groups if factors is None else 1)
+    name, like = next(iter(tensors.items()))
+    heads = like.shape[1] * (weights.groups if name == "static" else 1)
     # If only one head attends, with 1, the composed heads are the row of that head.
     maps = [
         compose(unit.view(1, heads, 1, 1).expand(len(rows), -1, -1, -1), picked)[:, :, 0, 0]

@@ -158,7 +158,9 @@ def attention_layers(model: Any) -> list[nn.Module]:
     """The attention modules of a Transformers model in the order of its layers; ValueError if it does not name them."""
     kind = (getattr(model, "_can_record_outputs", None) or {}).get("attentions")
     kind = getattr(kind, "target_class", kind)
-    modules = [module for module in model.modules() if isinstance(kind, type) and isinstance(module, kind)]
+    modules: list[nn.Module] = []
+    if isinstance(kind, type) and issubclass(kind, nn.Module):
+        modules = [module for module in model.modules() if isinstance(module, kind)]
     if not modules:
         raise ValueError(
             f"model must be a decoder of Transformers that names its attention, got {type(model).__name__}; use a "

@@ -3,18 +3,16 @@
 from functools import partial
 
 from torch import nn
+from transformer_lens import model_bridge as bridge
+from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.model_bridge.generalized_components import DelegatedAttentionBlockBridge
+from transformers import PreTrainedModel
 
-from ..common.optional import import_optional
 from ..modeling_dcformer import ATTENTION_MAPS
 
 
-_BRIDGE = ("The bridge to TransformerLens", "analysis")
-bridge = import_optional("transformer_lens.model_bridge", *_BRIDGE)
-factory = import_optional("transformer_lens.factories.architecture_adapter_factory", *_BRIDGE)
-components = bridge.generalized_components
-
-
-class MapPoint(components.base.HookPoint, nn.Identity):
+class MapPoint(HookPoint, nn.Identity):
     """A hook point that is still an identity to an attention layer, which computes no map for it without hooks."""
 
 
@@ -41,21 +39,22 @@ class DCFormerAdapter(bridge.ArchitectureAdapter):
     supports_compatibility_mode = False  # it folds norms into projections, but compose weights read the norms too
     supports_hf_output_attentions = False
 
-    def prepare_model(self, hf_model: nn.Module) -> None:
+    def prepare_model(self, hf_model: PreTrainedModel) -> None:
         """Map the modules of this model, by its configuration."""
         config = hf_model.config
         config.output_attentions = False  # the bridge asks every forward for them, and they are a map
         self.cfg.normalization_type = "RMS" if config.norm_type == "rms_norm" else "LN"
         self.cfg.default_prepend_bos = False
         norm = partial(bridge.NormalizationBridge, config=self.cfg, use_native_layernorm_autograd=True)
-        output = {"o": bridge.LinearBridge("o_proj")}
         modules = {
             "ln1": norm("input_layernorm"),
-            "attn": DCFormerAttentionBridge("self_attn", self.cfg, submodules=output, fused_qkv=True),
+            "attn": DCFormerAttentionBridge(
+                "self_attn", self.cfg, submodules={"o": bridge.LinearBridge("o_proj")}, fused_qkv=True
+            ),
             "ln2": norm("post_attention_layernorm"),
             "mlp": self._gated_mlp() if config.mlp_type == "gated" else self._ungated_mlp(),
         }
-        blocks = components.DelegatedAttentionBlockBridge("model.layers", submodules=modules)
+        blocks = DelegatedAttentionBlockBridge("model.layers", submodules=modules)
         if config.parallel_residual:
             del blocks.hook_aliases["hook_resid_mid"]
         self.component_mapping = {"embed": bridge.EmbeddingBridge("model.embed_tokens"), "blocks": blocks}
@@ -65,4 +64,4 @@ class DCFormerAdapter(bridge.ArchitectureAdapter):
 
 
 # `boot_transformers` of TransformerLens 4.3 looks up the architecture here before it loads entry points.
-factory.SUPPORTED_ARCHITECTURES |= dict.fromkeys(("DCFormerForCausalLM", "DCPythiaForCausalLM"), DCFormerAdapter)
+SUPPORTED_ARCHITECTURES |= dict.fromkeys(("DCFormerForCausalLM", "DCPythiaForCausalLM"), DCFormerAdapter)

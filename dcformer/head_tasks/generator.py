@@ -8,7 +8,7 @@ lines: lists of dates, the fewest, have 27 in `test`.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .facts import SPLITS, split_of
@@ -23,8 +23,8 @@ def iterate_documents(
     count: int,
     seed: int | str,
     split: str = "train",
-    lines: tuple[int, int] = (1, 8),
-    kinds: tuple[str, ...] | None = None,
+    lines: Sequence[int] = (1, 8),
+    kinds: Sequence[str] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """
     Yield documents one at a time; the first n of a larger count are those of count n.
@@ -46,20 +46,21 @@ def iterate_documents(
     """
     if split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}; got {split!r}.")
-    chosen = [TASK_KINDS[name] for name in kinds or TASK_KINDS]
+    chosen = list(kinds or TASK_KINDS)
     rng = random.Random(f"{split} {seed}")
-    waiting: list[TaskKind] = []
+    waiting: list[str] = []
     for _ in range(count):
         if not waiting:
             waiting = rng.sample(chosen, len(chosen))
-        kind = waiting.pop()
+        name = waiting.pop()
+        kind = TASK_KINDS[name]
         wording = rng.randrange(60)  # a multiple of 3, 4 and 5, so that each of so many verbs is equally frequent
         examples: list[Example] = []
         for _ in range(rng.randint(*lines)):
             examples.append(_sample(kind, rng, wording, split, {example.digest for example in examples}))
         # The authors' texts begin with a line feed; a prompt that a person types does not.
         text, answers = join_examples(examples, rng.choice(("", "\n")))
-        about = {"task": kind.name} | {key: getattr(kind, key) for key in _ABOUT_KIND}
+        about = {"task": name} | {key: getattr(kind, key) for key in _ABOUT_KIND}
         yield {"text": text, **about, "answers": answers}
 
 

@@ -26,7 +26,7 @@ from .vocabulary import VOCABULARY, opposites, singular
 
 @dataclass(frozen=True)
 class Example:
-    """One line."""
+    """An example of a head task, which is one line of a document."""
 
     question: str  # all before the answer, without the space between them
     answer: str
@@ -34,10 +34,12 @@ class Example:
 
     @property
     def line(self) -> str:
+        """The question followed by its answer."""
         return f"{self.question} {self.answer}"
 
     @cached_property
     def digest(self) -> bytes:
+        """A hash of the facts, the same in any order."""
         return facts_digest(self.facts)
 
 
@@ -47,7 +49,8 @@ Make = Callable[[random.Random, int], Example]
 
 @dataclass(frozen=True)
 class TaskKind:
-    name: str  # `task0` to `task73` as the authors number them; `task74`; then those that were added
+    """A kind of head task, from which any number of examples can be made."""
+
     pattern: str  # what attention has to look for
     transformation: str  # what it makes of that: `copy` or `source->target`
     make: Make
@@ -97,12 +100,12 @@ class Family:
     verbs: tuple[tuple[str, str], ...]  # (affirmative, negative) in the question
     phrase: str  # what follows the verb, with `{target}` at its end, and `{unit}` for ordinals
 
-    def kinds(self) -> Iterator[tuple[str, str, Make]]:
-        """Yield (pattern, transformation, make) of the eight kinds, in the authors' order."""
+    def kinds(self) -> Iterator[TaskKind]:
+        """Yield the eight kinds, in the authors' order."""
         for by_person, negated, statement in product((True, False), (True, False), self.statements):
             pattern = f"{'the-other' if negated else 'same'}-{'person' if by_person else self.target_name}"
             make = partial(self._make, by_person, negated, statement)
-            yield pattern, self.transformation if by_person else "copy", make
+            yield TaskKind(pattern, self.transformation if by_person else "copy", make)
 
     def _make(self, by_person: bool, negated: bool, statement: str, rng: random.Random, wording: int) -> Example:
         # The last of the three is the one asked for; the question excludes the first two if it is negated.
@@ -257,7 +260,8 @@ FAMILIES = (
 )
 
 
-def _list_kinds() -> Iterator[tuple[str, str, Make, str]]:
+def _list_kinds() -> Iterator[TaskKind]:
+    """Yield the kinds about lists, in the authors' order."""
     for content_name, transformation, sample, lead in (
         ("object", "copy", partial(_copies, _OBJECTS), "The"),
         ("object", "object->superclass", partial(_members, _OBJECTS), "A kind of"),
@@ -270,13 +274,16 @@ def _list_kinds() -> Iterator[tuple[str, str, Make, str]]:
         ("ordinal", "ordinal->previous", partial(_ordinals, -1), "The {unit} just after"),
     ):
         for pattern, named in ((f"the-other-{content_name}", "thing"), (f"different-{content_name}", None)):
-            yield pattern, transformation, partial(_make_list, sample, named, lead, transformation == "copy"), "lists"
-    yield "the-other-class", "copy", partial(_make_list, partial(_members, _OBJECTS), "class", "The", True), "lists"
+            make = partial(_make_list, sample, named, lead, transformation == "copy")
+            yield TaskKind(pattern, transformation, make, "lists")
+    make = partial(_make_list, partial(_members, _OBJECTS), "class", "The", True)
+    yield TaskKind("the-other-class", "copy", make, "lists")
 
 
 _OF_FAMILIES = [kind for family in FAMILIES for kind in family.kinds()]
 _FIRST_LIST = 56  # in the authors' numbers; the kinds of further families come after the lists
+# Name -> kind: `task0` to `task73` as the authors number them; `task74`; then those that were added.
 TASK_KINDS = {
-    f"task{number}": TaskKind(f"task{number}", *kind)
+    f"task{number}": kind
     for number, kind in enumerate([*_OF_FAMILIES[:_FIRST_LIST], *_list_kinds(), *_OF_FAMILIES[_FIRST_LIST:]])
 }

@@ -17,7 +17,7 @@ of these documents shortens this:
 
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -43,7 +43,7 @@ def iterate_practice(
     seed: int | str,
     mixture: Mapping[str, float],
     split: str = "train",
-    lines: tuple[int, int] = (1, 8),
+    lines: Sequence[int] = (1, 8),
     longest: int = 96,
     words: int | None = None,
     facts: int = 3,

@@ -4,6 +4,7 @@ Documents from files, the Hub or the generator of head tasks, tokenised and pack
 A row holds documents, or parts of them, one after another. Position ids restart at 0 with every document, by which
 Transformers and our masks let a token see its document only. The label of a document's first token is -100, so that
 nothing is predicted across documents either. Padding comes last; its positions restart too, and its labels are -100.
+There is no attention mask: beside one, Transformers would not separate documents by their position ids.
 """
 
 from __future__ import annotations
@@ -14,30 +15,36 @@ import itertools
 import os
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.data import IterableDataset as TorchIterableDataset
+from datasets import (
+    Dataset,
+    DatasetBuilder,
+    Features,
+    IterableDataset,
+    List,
+    Value,
+    load_dataset_builder,
+    load_from_disk,
+)
+from datasets.data_files import DataFilesDict, DataFilesList, EmptyDatasetError, get_data_patterns
+from datasets.exceptions import DatasetGenerationError
 from torch.utils.data import Sampler
+from transformers import PreTrainedTokenizerBase
 
 from ..common.files import check_relative, file_digest, json_digest
 from ..common.hub import load_from_hub
-from ..common.optional import import_optional
-from ..head_tasks import generate_documents, iterate_practice
+from ..head_tasks import FORMS, iterate_documents, iterate_practice
 from ..loading import fingerprint_tokenizer, looks_like_path
+from .local_files import ENDINGS, LocalFiles, ending_of
 from .recipe import HEAD_TASKS, DataRecipe
 
 
-if TYPE_CHECKING:
-    from datasets import Dataset, DatasetBuilder, IterableDataset
-    from datasets.data_files import DataFilesDict
-    from transformers import PreTrainedTokenizerBase
-
-Document = tuple[list[int], list[int]]  # token ids and labels
+Document = tuple[Sequence[int], Sequence[int]]  # token ids and labels
 
 IGNORED_LABEL = -100  # left out by the loss functions of torch and Transformers
 EVALUATION_SEED = 0  # runs of all seeds are evaluated on the same generated documents
@@ -47,8 +54,8 @@ _DOCUMENTS_AT_ONCE = 100  # read at once; each may be a book
 _CHARACTERS_AT_ONCE = 2**18  # given to a tokenizer, which takes 170 bytes for each, and works on documents in parallel
 _OVERLAP = 2**12  # characters that pieces of a longer document have in common
 _OPEN_ROWS = 16  # rows among which "whole" packing chooses
-_STAGE_DOCUMENTS = ("examples", "questions", "recurring_facts", "recurring_words")
 _TEXT_TYPES = ("string", "large_string", "string_view", "null")
+_RANGES = List(List(Value("int64")))  # of answers: [start, end) in characters
 _LAYOUT_VERSION = 2  # part of the name of packed rows on disk; raise it when the same documents pack differently
 
 
@@ -56,13 +63,12 @@ def build_datasets(
     recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase, seed: int = 0
 ) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset | None]:
     """Build the rows for training and, if the recipe has an evaluation, for it."""
-    datasets = _import_datasets()
     try:
         train = _build_rows(recipe, tokenizer, seed, shuffle=recipe.stages is None)
         if recipe.evaluation is None:
             return train, None
         return train, _build_rows(recipe.evaluation, tokenizer, EVALUATION_SEED, shuffle=False)
-    except datasets.exceptions.DatasetGenerationError as error:
+    except DatasetGenerationError as error:
         # The message of datasets says only that there was an error.
         raise error.__cause__ or error from error
 
@@ -72,12 +78,12 @@ def fingerprint_documents(recipe: DataRecipe, local_only: bool = False) -> str |
     if recipe.source == HEAD_TASKS:  # the same for the same recipe
         content = []
     elif _path(recipe).exists():
-        files = _files(recipe)
+        files = _files_read(recipe)
         content = fingerprint_files(files) + [recipe.sample_by] * any(".txt" in file.name.lower() for file in files)
     elif local_only:
         return None
     else:
-        builder = _open(recipe)  # in the cache of the Hub the folder has the name of the commit
+        builder = _find_builder(recipe)  # in the cache of the Hub the folder has the name of the commit
         content = [Path(builder.base_path).name if os.path.isabs(builder.base_path) else builder.hash]
     return json_digest([recipe.configuration, recipe.split, *content])
 
@@ -92,16 +98,6 @@ def _digest(file: Path, size: int, changed: int) -> str:
     return file_digest(file)
 
 
-def collate(rows: Iterable[Mapping[str, list[int]]]) -> dict[str, Tensor]:
-    """
-    Stack rows into `input_ids`, `labels` and `position_ids`, `LongTensor` (batch, sequence length).
-
-    There is no attention mask: beside one, Transformers would not separate packed documents by their position ids.
-    """
-    rows = list(rows)
-    return {key: torch.tensor([row[key] for row in rows]) for key in _COLUMNS}
-
-
 def pack(
     documents: Iterable[Document], sequence_length: int, packing: str, padding_token_id: int
 ) -> Iterator[dict[str, list[int]]]:
@@ -112,10 +108,10 @@ def pack(
     rows: list[dict[str, list[int]]] = []  # those that are not full yet
     most_rows = _OPEN_ROWS if packing == "whole" else 1
 
-    def free(row: dict) -> int:
+    def free(row: dict[str, list[int]]) -> int:
         return sequence_length - len(row["input_ids"])
 
-    def padded(row: dict) -> dict:
+    def padded(row: dict[str, list[int]]) -> dict[str, list[int]]:
         return _append(row, [padding_token_id] * free(row), [IGNORED_LABEL] * free(row)) if free(row) else row
 
     for input_ids, labels in documents:
@@ -136,7 +132,7 @@ def pack(
     yield from map(padded, rows)
 
 
-def _append(row: dict[str, list[int]], input_ids: list[int], labels: list[int]) -> dict[str, list[int]]:
+def _append(row: dict[str, list[int]], input_ids: Sequence[int], labels: Sequence[int]) -> dict[str, list[int]]:
     row["input_ids"] += input_ids
     row["labels"] += [IGNORED_LABEL, *labels[1:]]
     row["position_ids"] += range(len(input_ids))
@@ -146,10 +142,9 @@ def _append(row: dict[str, list[int]], input_ids: list[int], labels: list[int]) 
 def _build_rows(
     recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase, seed: int, shuffle: bool
 ) -> Dataset | IterableDataset:
-    datasets = _import_datasets()
     columns = [recipe.text_column, *(["answers"] if recipe.loss_on == "answers" else [])]
     documents = _generate(recipe, seed) if recipe.source == HEAD_TASKS else _read(recipe, columns)
-    _check_columns(recipe, columns, documents)
+    _check_first_document(recipe, columns, documents)
     documents = documents.select_columns(columns)
     kind = (documents.features or {}).get(recipe.text_column)
     if kind is not None and getattr(kind, "dtype", "") not in _TEXT_TYPES:
@@ -163,17 +158,15 @@ def _build_rows(
     if shuffle:
         documents = documents.shuffle(seed=seed, **({"buffer_size": _SHUFFLE_BUFFER} if recipe.streaming else {}))
     encoder = _Encoder(tokenizer, recipe)
-    features = datasets.Features(
-        {key: datasets.Sequence(datasets.Value("int32"), length=recipe.sequence_length) for key in _COLUMNS}
-    )
+    features = Features(dict.fromkeys(_COLUMNS, List(Value("int32"), length=recipe.sequence_length)))
     arguments = {"generator": _rows, "features": features, "gen_kwargs": {"documents": documents, "encoder": encoder}}
     if recipe.streaming:
-        return datasets.IterableDataset.from_generator(**arguments)
+        return IterableDataset.from_generator(**arguments)
     # Later runs and other processes reuse packed rows by this fingerprint, a hash of all that they depend on.
-    return datasets.Dataset.from_generator(**arguments, fingerprint=encoder.fingerprint(documents._fingerprint))
+    return Dataset.from_generator(**arguments, fingerprint=encoder.fingerprint(documents._fingerprint))
 
 
-def _check_columns(recipe: DataRecipe, columns: list[str], documents: Dataset | IterableDataset) -> None:
+def _check_first_document(recipe: DataRecipe, columns: list[str], documents: Dataset | IterableDataset) -> None:
     if (first := next(iter(documents), None)) is None:
         raise ValueError(f"{recipe.source!r}, split {recipe.split!r}, has no documents.")
     if missing := [column for column in columns if column not in first]:
@@ -195,23 +188,24 @@ def _rows(documents: Dataset | IterableDataset, encoder: _Encoder) -> Iterator[d
 
 def _generate(recipe: DataRecipe, seed: int) -> Dataset | IterableDataset:
     """Documents of head tasks. Answers include the line feed after them, so that the model learns to end there."""
-    documents, lines = [], tuple(recipe.lines or (1, 8))
+    documents: list[dict[str, Any]] = []
+    lines = recipe.lines or (1, 8)
     if recipe.stages is None:
-        documents += generate_documents(recipe.documents, seed, recipe.split, lines)
+        documents += iterate_documents(recipe.documents or 0, seed, recipe.split, lines)
     for index, stage in enumerate(recipe.stages or ()):
         documents += iterate_practice(
             stage.documents,
-            f"{seed} {index}",
-            {kind: share for kind in _STAGE_DOCUMENTS if (share := getattr(stage, kind)) > 0},
-            recipe.split,
-            tuple(stage.lines or lines),
-            recipe.sequence_length,
-            stage.words,
-            stage.facts,
+            seed=f"{seed} {index}",
+            mixture={form: getattr(stage, form) for form in FORMS},
+            split=recipe.split,
+            lines=stage.lines or lines,
+            longest=recipe.sequence_length,
+            words=stage.words,
+            facts=stage.facts,
         )
     for document in documents:
         document["answers"] = [[start, end + 1] for start, end in document["answers"]]
-    dataset = _import_datasets().Dataset.from_list(documents)
+    dataset = Dataset.from_list(documents)
     # The fingerprint of documents made in memory would differ in every process.
     dataset._fingerprint = json_digest(documents)
     return dataset.to_iterable_dataset() if recipe.streaming else dataset
@@ -219,19 +213,15 @@ def _generate(recipe: DataRecipe, seed: int) -> Dataset | IterableDataset:
 
 def _read(recipe: DataRecipe, columns: list[str]) -> Dataset | IterableDataset:
     """Documents of a file, a folder or the Hub, in their order; of local files only these columns, where possible."""
-    datasets = _import_datasets()
     if (documents := _load_saved(recipe)) is not None:
         return documents.to_iterable_dataset() if recipe.streaming else documents
     if not _path(recipe).exists():
-        builder = _open(recipe)
+        builder = _find_builder(recipe)
     else:
-        from .local_files import LocalFiles
-
-        ranges = datasets.Sequence(datasets.Sequence(datasets.Value("int64")))
-        kinds = {column: ranges if column == "answers" else datasets.Value("large_string") for column in columns}
+        kinds = {column: _RANGES if column == "answers" else Value("large_string") for column in columns}
         builder = LocalFiles(
-            features=datasets.Features(kinds),
-            data_files=_local_files(recipe),
+            features=Features(kinds),
+            data_files=_files_by_split(recipe),
             sample_by=recipe.sample_by,
             # Part of the name under which datasets caches documents, which it would tell apart by paths alone.
             description=fingerprint_documents(recipe),
@@ -246,7 +236,7 @@ def _path(recipe: DataRecipe) -> Path:
     return Path(os.path.expanduser(recipe.source)).absolute()
 
 
-def _open(recipe: DataRecipe, **options: Any) -> DatasetBuilder:
+def _find_builder(recipe: DataRecipe, **options: Any) -> DatasetBuilder:
     """The builder of datasets for a folder or a name on the Hub."""
     path = _path(recipe)
     if not path.exists() and (looks_like_path(recipe.source) or glob.has_magic(recipe.source)):
@@ -255,16 +245,12 @@ def _open(recipe: DataRecipe, **options: Any) -> DatasetBuilder:
             "not an address or a pattern."
         )
     source = str(path) if path.exists() else recipe.source
-    builder = load_from_hub(_import_datasets().load_dataset_builder, source, recipe.configuration, **options)
-    return _open(recipe, sample_by=recipe.sample_by) if builder.name == "text" and not options else builder
+    builder = load_from_hub(load_dataset_builder, source, recipe.configuration, **options)
+    return _find_builder(recipe, sample_by=recipe.sample_by) if builder.name == "text" and not options else builder
 
 
-def _local_files(recipe: DataRecipe) -> DataFilesDict:
+def _files_by_split(recipe: DataRecipe) -> DataFilesDict:
     """The files of a source on this machine, by split; datasets takes paths for patterns."""
-    from datasets.data_files import DataFilesDict, DataFilesList, EmptyDatasetError, get_data_patterns
-
-    from .local_files import ENDINGS, ending_of
-
     path = _path(recipe)
     described = path.is_dir() and any((path / name).is_file() for name in ("README.md", ".huggingface.yaml"))
     if path.is_dir() and ("::" in str(path) or (described and glob.has_magic(str(path)))):
@@ -275,7 +261,7 @@ def _local_files(recipe: DataRecipe) -> DataFilesDict:
     if path.is_file():
         splits = {"train": [str(path)]}
     elif described:
-        splits = _open(recipe).config.data_files
+        splits = _find_builder(recipe).config.data_files
     else:
         base = glob.escape(str(path.resolve()))
         with contextlib.suppress(EmptyDatasetError):
@@ -291,7 +277,7 @@ def _load_saved(recipe: DataRecipe) -> Dataset | None:
     path = _path(recipe)
     if not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return None
-    saved = _import_datasets().load_from_disk(str(path), keep_in_memory=False)
+    saved = load_from_disk(str(path), keep_in_memory=False)
     splits = saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
     if recipe.split not in splits:
         raise ValueError(f"{recipe.source!r} has no split {recipe.split!r}; it has {', '.join(splits)}.")
@@ -300,11 +286,11 @@ def _load_saved(recipe: DataRecipe) -> Dataset | None:
     return splits[recipe.split]
 
 
-def _files(recipe: DataRecipe) -> list[Path]:
+def _files_read(recipe: DataRecipe) -> list[Path]:
     """The files on this machine that documents come from."""
     if (documents := _load_saved(recipe)) is not None:
         return [Path(file["filename"]) for file in documents.cache_files]
-    splits = _local_files(recipe)
+    splits = _files_by_split(recipe)
     return [Path(file) for file in splits.get(recipe.split) or itertools.chain(*splits.values())]
 
 
@@ -329,17 +315,6 @@ class RowOrder(Sampler):
             return range(self.rows)
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
         return torch.randperm(self.rows, generator=generator).tolist()
-
-
-class EndlessStream(TorchIterableDataset):
-    """Rows of a stream, started again whenever it ends, in the same order."""
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[dict[str, list[int]]]:
-        while True:
-            yield from self.rows  # which raises if there are none
 
 
 def fill_batches(rows: Sequence[dict[str, list[int]]], multiple: int) -> list[dict[str, list[int]]]:
@@ -377,7 +352,9 @@ class _Encoder:
                 labels = _answer_labels(input_ids, offsets, ranges or []) if by_answers else input_ids
                 yield input_ids, labels
 
-    def _encodings(self, texts: list[str], with_offsets: bool) -> Iterator[tuple[list[int], Iterable[tuple[int, int]]]]:
+    def _encodings(
+        self, texts: list[str], with_offsets: bool
+    ) -> Iterator[tuple[MutableSequence[int], Iterable[tuple[int, int]]]]:
         """Token ids of texts, and the characters of every token; as many texts at once as memory holds."""
         first = 0
         for last in range(1, len(texts) + 1):
@@ -430,7 +407,3 @@ def _answer_labels(input_ids: Sequence[int], offsets: Iterable[tuple[int, int]],
         token if any(first <= start < end <= last for first, last in answers) else IGNORED_LABEL
         for token, (start, end) in zip(input_ids, [*offsets, (0, 0)])  # that of an end of text which was added
     ]
-
-
-def _import_datasets():
-    return import_optional("datasets", "Reading training data", "train")

@@ -20,6 +20,9 @@ from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from ..loading import find_folder
 
 
+omegaconf = import_optional("omegaconf", "Training by a recipe", "train")
+OmegaConf = omegaconf.OmegaConf
+
 HEAD_TASKS = "head_tasks"  # the generated data, and their tokenizer
 _PACKAGED = Path(__file__).parent / "recipes"
 # Mappings of a recipe, with a key of each for messages.
@@ -69,7 +72,7 @@ class DataRecipe:
     #: of head tasks, which is `"validation"`.
     evaluation: DataRecipe | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.sequence_length < 2:
             raise ValueError(f"data.sequence_length must be at least 2, got {self.sequence_length}.")
         generates = self.source == HEAD_TASKS
@@ -124,7 +127,7 @@ class TrainingRecipe:
     fsdp: bool = False  #: divide parameters and optimiser state among the processes (FSDP2)
     tensorboard: bool = True  #: log for TensorBoard as well, if it is installed
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if (self.tokens is None) == (self.max_steps is None):
             raise ValueError(
                 f"Give exactly one of training.tokens and training.max_steps, got {self.tokens} and {self.max_steps}."
@@ -180,7 +183,7 @@ class Recipe:
     seed: int = 0  #: seed of the initialisation and of the order of the data
     sweep: dict[str, Any] | None = None  #: variants and seeds to train, see [`~experiments.SweepRecipe`]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check_model(self.model)
         if not self.output:
             raise ValueError("output must name a folder, got ''.")
@@ -195,15 +198,14 @@ class Recipe:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Recipe:
         """Read a recipe from a mapping like that of a YAML file without `extends`; errors as of `load_recipe`."""
-        omegaconf, errors = _import_omegaconf(), import_optional("omegaconf.errors", "Training by a recipe", "train")
         values = dict(values)
         if isinstance(values.get("data"), Mapping):
             values["data"] = _with_evaluation(values["data"])
         try:
-            return omegaconf.to_object(omegaconf.merge(omegaconf.structured(cls), values))
-        except errors.OmegaConfBaseException as error:
+            return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values))
+        except omegaconf.errors.OmegaConfBaseException as error:
             sentence = str(error).partition("\n")[0].rstrip(".")  # the rest names types of OmegaConf
-            if isinstance(error, errors.ConfigKeyError) and not sentence.endswith("?"):
+            if isinstance(error, omegaconf.errors.ConfigKeyError) and not sentence.endswith("?"):
                 # OmegaConf suggests keys of the same mapping only.
                 sentence += f".{_did_you_mean(error.full_key)}"
             where = "" if repr(error.full_key) in sentence else f"{error.full_key}: "
@@ -226,13 +228,12 @@ def load_recipe(recipe: str | os.PathLike, overrides: Sequence[str] = ()) -> Rec
         FileNotFoundError: if there is neither such a file nor such a packaged recipe.
         ValueError: for a wrong value or combination of values, or recipes that extend each other in a circle.
     """
-    omegaconf = _import_omegaconf()
     for text in overrides:
         if "=" not in text:
             raise ValueError(f"--set must be key=value, such as training.max_steps=20; got {text!r}.")
-    updates = omegaconf.to_container(omegaconf.from_dotlist(list(overrides)))
+    updates = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
     values = merge_recipes(_read_extended(recipe), updates)
-    return Recipe.from_mapping(omegaconf.to_container(omegaconf.create(values), resolve=True))
+    return Recipe.from_mapping(OmegaConf.to_container(OmegaConf.create(values), resolve=True))
 
 
 def packaged_recipes() -> list[str]:
@@ -246,7 +247,6 @@ def merge_recipes(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[st
 
     `training.tokens` replaces `training.max_steps`, `model.preset` replaces `model.pretrained`, and vice versa.
     """
-    omegaconf = _import_omegaconf()
     for section, key in _SECTIONS.items():
         _check_mapping(section, update.get(section), key)
     for section, names in _ALTERNATIVES.items():
@@ -254,7 +254,7 @@ def merge_recipes(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[st
         given = [name for name in names if new.get(name) is not None]
         if len(given) == 1:
             base = {**base, section: {key: old[key] for key in old if key in given or key not in names}}
-    return omegaconf.to_container(omegaconf.merge(base, update))
+    return OmegaConf.to_container(OmegaConf.merge(base, update))
 
 
 def build_config(model: Mapping[str, Any], **defaults: Any) -> PreTrainedConfig:
@@ -292,20 +292,15 @@ def _flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return result
 
 
-def _import_omegaconf() -> Any:
-    return import_optional("omegaconf", "Training by a recipe", "train").OmegaConf
-
-
 def _read_extended(recipe: str | os.PathLike) -> dict[str, Any]:
     """The mapping of a recipe, merged into those that it extends."""
-    omegaconf = _import_omegaconf()
     chain: dict[Path, dict[str, Any]] = {}
     name, folder = recipe, Path()
     while name is not None:
         file = _find(name, folder).resolve()
         if file in chain:
             raise ValueError(f"Recipes extend each other in a circle: {' extends '.join(f.name for f in chain)}.")
-        chain[file] = values = omegaconf.to_container(omegaconf.load(file))
+        chain[file] = values = OmegaConf.to_container(OmegaConf.load(file))
         keys = {"extends", *(field.name for field in fields(Recipe))}
         if not isinstance(values, dict) or (values and not keys & values.keys()):  # OmegaConf makes a key of a text
             raise ValueError(f"{str(file)!r} is no recipe, which is YAML with keys such as model, data and training.")

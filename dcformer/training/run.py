@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ..common.files import file_lock, json_digest, read_sealed, write_atomically
 from ..common.hub import find_commit
@@ -18,7 +18,7 @@ from ..head_tasks import build_tokenizer as build_head_tasks_tokenizer
 from ..loading import find_folder, fingerprint_tokenizer, load_tokenizer, refuse_without_model
 from . import run_files
 from .data import build_datasets, fingerprint_documents, fingerprint_files
-from .recipe import HEAD_TASKS, Recipe, build_config, first_difference
+from .recipe import HEAD_TASKS, OmegaConf, Recipe, build_config, first_difference
 from .run_files import COMPOSITION_FILE, FINAL, LOCK_FILE, RECIPE_FILE, UNFINISHED
 from .summary import plot_losses, write_training_card
 from .trainer import OnProgress, RecipeTrainer, training_arguments
@@ -107,7 +107,7 @@ def train(recipe: Recipe, resume: bool = True, on_progress: OnProgress | None = 
     }
 
 
-def build_tokenizer(name: str):
+def build_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a recipe: as [`load_tokenizer`] finds it, or `"head_tasks"`."""
     return build_head_tasks_tokenizer() if name == HEAD_TASKS else load_tokenizer(name)
 
@@ -158,9 +158,12 @@ def _find_checkpoint(recipe: Recipe, output: Path, resume: bool) -> tuple[Path |
             raise ValueError(f"{str(output)!r} is of another recipe: {differs}; {_WAYS_OUT}.")
     finished = run_files.step_of(checkpoint) == recipe.training.steps
     fingerprints = fingerprint_inputs(recipe, local_only=finished)
-    names = {"data.source": recipe.data.source, "tokenizer": recipe.tokenizer}
-    # A resumed run takes its weights from the checkpoint, but its configuration from here.
-    names["model.pretrained"] = recipe.model.get("pretrained")
+    # A resumed run takes its weights from the checkpoint, but its configuration from model.pretrained.
+    names = {
+        "data.source": recipe.data.source,
+        "tokenizer": recipe.tokenizer,
+        "model.pretrained": recipe.model.get("pretrained"),
+    }
     for key, name in names.items():
         if known and key in fingerprints and fingerprints[key] != known["fingerprints"].get(key):
             raise ValueError(
@@ -183,12 +186,10 @@ def _prepare_folder(recipe: Recipe, output: Path, resume: bool, trained: int) ->
 
 
 def _write_recipe(output: Path, values: dict[str, Any]) -> None:
-    from omegaconf import OmegaConf
-
-    write_atomically(output / RECIPE_FILE, OmegaConf.to_yaml(OmegaConf.create(values)))
+    write_atomically(output / RECIPE_FILE, OmegaConf.to_yaml(values))
 
 
-def _build_model(recipe: Recipe, tokenizer) -> torch.nn.Module:
+def _build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """The model with float32 parameters: new ones from the seed, or those of `model.pretrained`."""
     config = build_config(
         recipe.model,

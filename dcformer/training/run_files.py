@@ -23,15 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from ..common.files import find_damage, make_manifest, read_sealed, seal, set_usual_mode, write_atomically
-from ..common.optional import import_optional
-from .recipe import Recipe
+from .recipe import Recipe, omegaconf
 
 
 LOCK_FILE, RECIPE_FILE, LOG_FILE = ".lock", "recipe.yaml", "log.jsonl"
 COMPOSITION_FILE = "composition.safetensors"
 MARKER = "complete.json"
 FINAL, UNFINISHED = "final", "unfinished"
-_VALUES = {"step": int, "loss": float, "recipe": dict, "fingerprints": dict, "files": dict}  # of a marker
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 _MODEL_FILE = re.compile(r"(?!trainer_state\.json)[^/]+\.(json|safetensors|jinja|txt|model|py)")
 
@@ -75,26 +73,16 @@ def _find_flaw(checkpoint: Path) -> str | None:
         marker = read_sealed(path)
     except ValueError as error:
         return str(error)
-    wrong = [key for key, kind in _VALUES.items() if not isinstance(marker.get(key), kind)]
-    files = marker["files"] if "files" not in wrong else {}
-    wrong += [name for name, entry in files.items() if not _is_entry(entry)]
-    if wrong:
-        return f"{str(path)!r} is damaged: {wrong[0]!r} is missing or of a wrong type."
     if checkpoint.name != f"checkpoint-{marker['step']}":
         return f"{str(checkpoint)!r} was renamed."
     for file in sorted(checkpoint.rglob("[!.]*")):  # Trainer would load some
-        if file.is_file() and file != path and file.relative_to(checkpoint).as_posix() not in files:
+        if file.is_file() and file != path and file.relative_to(checkpoint).as_posix() not in marker["files"]:
             return f"{str(file)!r} is not among the files that {MARKER} lists."
-    errors = import_optional("omegaconf.errors", "Training by a recipe", "train")
     try:
         Recipe.from_mapping(marker["recipe"])
-        return find_damage(checkpoint, files)
-    except (ValueError, errors.OmegaConfBaseException) as error:
+        return find_damage(checkpoint, marker["files"])
+    except (ValueError, omegaconf.errors.OmegaConfBaseException) as error:
         return f"{str(path)!r} is damaged: {str(error).splitlines()[0]}"
-
-
-def _is_entry(entry: Any) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("sha256"), str)
 
 
 def finish_checkpoint(written: Path, values: dict[str, Any]) -> Path:

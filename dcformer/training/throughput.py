@@ -48,7 +48,7 @@ def flops_per_token(config: DCFormerConfig, sequence_length: int) -> int:
     projections = hidden * (query_size + 2 * key_value_size) + query_size * hidden
     mlp = (3 if config.mlp_type == "gated" else 2) * hidden * config.intermediate_size
     mlp += hidden * (config.mlp_gate_dim or 0)
-    forward = 2 * hidden * config.vocab_size
+    forward: float = 2 * hidden * config.vocab_size
     for layer_idx, layer_type in enumerate(config.layer_types):
         compose_weights, compose_pair = _compose_flops(config) if config.composes_layer(layer_idx) else (0, 0)
         window = config.sliding_window if layer_type == "sliding_attention" else None
@@ -113,7 +113,7 @@ def peak_flops(precision: str, gpu: str | None = None) -> float | None:
 class TrainingClock:
     """Seconds of training, without evaluation and saving: call `lap` before these and `start` after them."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.seconds = 0.0
         self.start()
 

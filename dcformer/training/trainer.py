@@ -12,11 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from torch.utils.data import DataLoader
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    default_data_collator,
+)
 from transformers.trainer_utils import EvalLoopOutput
 
-from .data import IGNORED_LABEL, EndlessStream, RowOrder, collate, fill_batches
+from .data import IGNORED_LABEL, RowOrder, fill_batches
 from .optimizer import build_optimizer
 from .recipe import Recipe
 from .run_files import LOG_FILE, UNFINISHED, checkpoint_folders, finish_checkpoint, remove_folder, write_log
@@ -86,27 +98,30 @@ def training_arguments(recipe: Recipe, processes: int) -> TrainingArguments:
 class RecipeTrainer(Trainer):
     """Trainer of a recipe, for a model with float32 parameters and rows as `build_datasets` makes them."""
 
+    is_fsdp_enabled: bool
+    optimizer: torch.optim.Optimizer | None
+
     def __init__(
         self,
         recipe: Recipe,
-        model: nn.Module,
+        model: PreTrainedModel,
         arguments: TrainingArguments,
-        tokenizer: Any,
-        train_rows: Any,
-        evaluation_rows: Any | None = None,
+        tokenizer: PreTrainedTokenizerBase,
+        train_rows: Dataset | IterableDataset,
+        evaluation_rows: Dataset | IterableDataset | None = None,
         on_progress: OnProgress | None = None,
     ):
         self.recipe = recipe
         self.batch_rows = recipe.training.batch_tokens // recipe.data.sequence_length
-        self.rows = len(train_rows) if hasattr(train_rows, "__len__") else None
+        self.rows = len(train_rows) if isinstance(train_rows, Dataset) else None
         if evaluation_rows is not None:
             batch = arguments.per_device_eval_batch_size * arguments.world_size
             evaluation_rows = fill_batches(evaluation_rows, batch)
         super().__init__(
             model=model,
             args=arguments,
-            data_collator=collate,
-            train_dataset=train_rows if self.rows is not None else EndlessStream(train_rows),
+            data_collator=default_data_collator,
+            train_dataset=train_rows if isinstance(train_rows, Dataset) else train_rows.repeat(None),
             eval_dataset=evaluation_rows,
             processing_class=tokenizer,
             callbacks=[_RunCallback(self, on_progress)],
@@ -138,17 +153,19 @@ class RecipeTrainer(Trainer):
             self.optimizer = build_optimizer(self.model if model is None else model, self.recipe.training)
         return self.optimizer
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args, **kwargs):
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         """Compute the loss without a cache, since with one position ids would not separate documents."""
         return super().compute_loss(model, {**inputs, "use_cache": False}, *args, **kwargs)
 
-    def training_step(self, *args, **kwargs) -> Tensor:
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Take the base class's step, and add its loss to the sum for the next record."""
         loss = super().training_step(*args, **kwargs)
         self.loss_since_log += loss
         return loss
 
-    def evaluation_loop(self, dataloader, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
+    def evaluation_loop(
+        self, dataloader: DataLoader, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> EvalLoopOutput:
         """
         Mean loss per token over all rows, whatever the batches, and its exponential, the perplexity. Where the loss is
         on answers, also the accuracy: the share of answers in which every token is the most probable one.
@@ -170,7 +187,7 @@ class RecipeTrainer(Trainer):
         metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_perplexity": perplexity}
         if answers:
             metrics[f"{metric_key_prefix}_accuracy"] = right / answers
-        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(self.eval_dataset))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """
@@ -216,9 +233,9 @@ class RecipeTrainer(Trainer):
             for old in checkpoint_folders(self.checkpoint.parent)[: -self.recipe.training.keep_checkpoints]:
                 remove_folder(old)
 
-    def _get_train_sampler(self, train_dataset=None) -> RowOrder:
+    def _get_train_sampler(self, train_dataset: Dataset) -> RowOrder:
         seed = self.recipe.seed if self.recipe.data.stages is None else None
-        return RowOrder(self.rows, self.recipe.training.steps * self.batch_rows, seed)
+        return RowOrder(len(train_dataset), self.recipe.training.steps * self.batch_rows, seed)
 
     def _last_record(self) -> dict[str, Any]:
         """The last record of a training loss."""
@@ -232,25 +249,27 @@ class _RunCallback(TrainerCallback):
     def __init__(self, trainer: RecipeTrainer, on_progress: OnProgress | None):
         self.trainer, self.on_progress = trainer, on_progress
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         # A resumed run repeats the records after its checkpoint.
         if state.is_world_process_zero:
             write_log(Path(self.trainer.recipe.output), state.log_history)
         self.trainer.clock.seconds = self.trainer._last_record()["seconds"]
         self.trainer.clock.start()
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # There is a record before every checkpoint, so that its loss is known and finite; the last step has both.
         control.should_log |= control.should_save
         self.on_log(args, state, control)
 
-    def on_log(self, args, state, control, **kwargs):
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.on_progress is not None and state.is_world_process_zero:
             self.on_progress(state.global_step, state.max_steps, (state.log_history or [{}])[-1])
 
-    def on_evaluate(self, args, state, control, **kwargs):
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.trainer.clock.start()
 
-    def on_save(self, args, state, control, **kwargs):
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.trainer.finish_checkpoint()
         self.trainer.clock.start()

@@ -111,7 +111,8 @@ class ComposedAttentionMetadata(AttentionMetadata):
         """Queries and keys aligned at their last, as in a left-padded batch of `generate`."""
         queries, keys = max(self.query_lengths[i] for i in sequences), max(spans[i] for i in sequences)
         stops = list(itertools.accumulate(self.query_lengths))
-        tokens, real = [], []
+        tokens: list[int] = []
+        real: list[int] = []
         for number, i in enumerate(sequences, start=1):
             length = self.query_lengths[i]
             tokens += [stops[i] - min(back, length) for back in range(queries, 0, -1)]
@@ -157,6 +158,8 @@ def batches_of_similar_length(query_lengths: Sequence[int], key_lengths: Sequenc
 
 
 class ComposedAttentionMetadataBuilder(AttentionMetadataBuilder[ComposedAttentionMetadata]):
+    """Makes the metadata of a step from those that vLLM has for every backend."""
+
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
@@ -266,7 +269,7 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
                 query_wise = ComposeSide(factors=query_factors[stage]) if self.query_channels[stage] > 0 else None
                 static = None if self.compose.static_weight is None else self.compose.static_weight[stage]
                 stages[stage] = ComposeWeights(query_wise, key_wise, static, self.compose.groups)
-        return query, *states, *stages
+        return query, states[0], states[1], stages[0], stages[1]
 
     def _reads_blocks(self, query: Tensor, cache: Tensor, key_width: int, batch: PaddedBatch) -> bool:
         """True if the Triton kernels of decoding take these queries."""

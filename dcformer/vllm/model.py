@@ -37,11 +37,14 @@ from .attention_backend import ComposedAttention
 
 
 def make_norm(config: DCFormerConfig) -> nn.Module:
+    """Make the normalisation of a hidden state, as the configuration says."""
     norm_class = nn.LayerNorm if config.norm_type == "layer_norm" else RMSNorm
     return norm_class(config.hidden_size, eps=config.norm_eps)
 
 
 class DCFormerAttention(nn.Module):
+    """The attention of one layer, which stores the factors of composition beside keys and values."""
+
     def __init__(self, config: DCFormerConfig, layer_idx: int, vllm_config: VllmConfig, prefix: str):
         super().__init__()
         ranks = get_tensor_model_parallel_world_size()
@@ -108,6 +111,8 @@ def _load_groups_of_this_rank(compose: ComposeProjection) -> None:
 
 
 class DCFormerMLP(nn.Module):
+    """The feed-forward network of one layer, with a gate or without."""
+
     def __init__(self, config: DCFormerConfig, quant_config: QuantizationConfig | None, prefix: str):
         super().__init__()
         sizes = config.hidden_size, config.intermediate_size
@@ -143,6 +148,8 @@ class DCFormerMLP(nn.Module):
 
 
 class DCFormerDecoderLayer(nn.Module):
+    """A layer: attention and feed-forward network, one after the other or side by side."""
+
     def __init__(self, config: DCFormerConfig, layer_idx: int, vllm_config: VllmConfig, prefix: str):
         super().__init__()
         self.parallel_residual = config.parallel_residual
@@ -162,6 +169,8 @@ class DCFormerDecoderLayer(nn.Module):
 
 @support_torch_compile
 class DCFormerModel(nn.Module):
+    """The model without its head: token ids become hidden states."""
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
         config = vllm_config.model_config.hf_config
@@ -193,7 +202,10 @@ class DCFormerModel(nn.Module):
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         """(tokens,) ids, or (tokens, hidden) embeddings, at (tokens,) positions -> (tokens, hidden)."""
-        hidden_states = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        if inputs_embeds is None:
+            assert input_ids is not None  # vLLM gives one of them
+            inputs_embeds = self.embed_input_ids(input_ids)
+        hidden_states = inputs_embeds
         position_embeddings = None
         if self.embed_positions is not None:
             hidden_states = hidden_states + self.embed_positions(positions)
@@ -205,6 +217,8 @@ class DCFormerModel(nn.Module):
 
 
 class DCFormerForCausalLM(nn.Module):
+    """The language model that vLLM runs for DCFormer and DCPythia."""
+
     packed_modules_mapping = {"qkv_proj": ["qkv_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
@@ -235,7 +249,9 @@ class DCFormerForCausalLM(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load our files and the authors', by the table of names that the Transformers model uses."""
-        patterns = {re.compile(pattern): name for pattern, name in authors_patterns(self.config.model_type).items()}
+        patterns: dict[re.Pattern[str], str | None] = {
+            re.compile(pattern): name for pattern, name in authors_patterns(self.config.model_type).items()
+        }
         for pattern in DCFormerPreTrainedModel._keys_to_ignore_on_load_unexpected:
             patterns[re.compile(pattern)] = None
         # Files of the authors, and of a model without its head, leave out the first part of a name.

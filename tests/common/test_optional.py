@@ -47,7 +47,7 @@ def test_every_extra_that_is_named_exists():
     pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
     named = [names for page in pages for names in re.findall(form, page.read_text(encoding="utf-8"))]
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "dcformer").rglob("*.py"))
-    named += re.findall(r'(?:import_optional\(.+, |_BRIDGE = \(.+, |install_hint\()["\'](\w+)["\']\)', code)
+    named += re.findall(r'(?:import_optional\(.+, |install_hint\()["\'](\w+)["\']\)', code)
     assert len(named) > 15
     assert set(",".join(named).split(",")) <= set(extras)
     everything = [path.read_text(encoding="utf-8") for path in [*pages, *(ROOT / "dcformer").rglob("*.py")]]

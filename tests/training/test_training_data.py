@@ -1,7 +1,6 @@
 """Sources of training documents, and which of their tokens have a loss."""
 
 import gzip
-import itertools
 import json
 import os
 from dataclasses import replace
@@ -15,7 +14,7 @@ from dcformer.head_tasks import build_tokenizer, generate_documents
 from dcformer.loading import fingerprint_tokenizer
 from dcformer.training import DataRecipe, Recipe
 from dcformer.training import data as training_data
-from dcformer.training.data import EndlessStream, RowOrder, build_datasets, fill_batches
+from dcformer.training.data import RowOrder, build_datasets, fill_batches
 
 
 datasets = pytest.importorskip("datasets")
@@ -363,7 +362,6 @@ def test_every_pass_over_the_rows_is_shuffled_anew_or_in_order():
     assert sorted(second[:5]) == sorted(second[5:10]) == [0, 1, 2, 3, 4]
     assert second[:5] == first != second[5:10] != list(RowOrder(5, 5, seed=4))
     assert list(RowOrder(3, 7, seed=None)) == [0, 1, 2, 0, 1, 2, 0]
-    assert [*itertools.islice(EndlessStream([0, 1, 2]), 7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_a_fingerprint_is_of_all_files_and_of_the_split(tmp_path):

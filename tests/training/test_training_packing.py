@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_model
+from transformers import default_data_collator
 from transformers.masking_utils import find_packed_sequence_indices
 
-from dcformer.training.data import IGNORED_LABEL, collate, pack
+from dcformer.training.data import IGNORED_LABEL, pack
 
 
 PADDING = 66  # a token of the tiny models that no document holds
@@ -93,7 +94,7 @@ def test_loss_and_gradients_of_packed_rows_are_sums_over_documents(name, packing
     generator = torch.Generator().manual_seed(3)
     documents = [torch.randint(0, PADDING, (size,), generator=generator).tolist() for size in (20, 3, 17, 1, 9, 24)]
     rows = list(pack([(ids, ids) for ids in documents], 32, packing, PADDING))
-    batch = collate(rows)
+    batch = default_data_collator(rows)
     assert set(batch) == {"input_ids", "labels", "position_ids"}  # an attention mask would hide the documents
     scored = (batch["labels"] != IGNORED_LABEL).sum()
     packed = model(**batch, use_cache=False).loss

@@ -11,13 +11,13 @@ import yaml
 from huggingface_hub import ModelCard
 from tiny_models import tiny_model
 from tiny_recipes import tiny_mapping, tiny_recipe
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_collator, pipeline
 from typer.testing import CliRunner
 
 from dcformer import pretrained_path
 from dcformer.cli import app
 from dcformer.training import Recipe, fingerprint_inputs, flops_per_token, load_recipe, train
-from dcformer.training.data import build_datasets, collate
+from dcformer.training.data import build_datasets
 from dcformer.training.optimizer import build_optimizer
 from dcformer.training.trainer import count_answers
 
@@ -69,7 +69,7 @@ def test_the_final_folder_is_a_model_with_the_loss_that_was_logged(run):
     assert model.config.eos_token_id == tokenizer.eos_token_id
     assert model.generation_config.eos_token_id in (tokenizer.eos_token_id, [tokenizer.eos_token_id])
     with torch.no_grad():
-        loss = model(**collate(build_datasets(recipe.data, tokenizer)[1]), use_cache=False).loss.item()
+        loss = model(**default_data_collator(build_datasets(recipe.data, tokenizer)[1]), use_cache=False).loss.item()
     assert loss == pytest.approx(result["evaluation_loss"], abs=1e-5)
     assert math.exp(loss) == pytest.approx(result["perplexity"], rel=1e-4)
     text = pipeline("text-generation", model=result["folder"])("John has an apple", max_new_tokens=3, do_sample=False)
