@@ -2,7 +2,8 @@
 Documents of files on this machine.
 
 The builders of `datasets` take a path for a pattern, fail where a column that nobody reads changes its type, and drop
-documents of CSV that read NA.
+documents of CSV that read NA. This one has a module to itself, since `datasets` exchanges `Path`, `open` and others in
+the module of a builder.
 """
 
 import codecs
@@ -22,7 +23,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pyarrow import parquet
 
 
-#: endings of files that are read, of which an ending of compression may follow
+# Endings of files that are read; an ending of compression may follow.
 ENDINGS = (".jsonl", ".ndjson", ".json", ".txt", ".parquet", ".csv", ".tsv")
 _ROWS_AT_ONCE = 1000
 

@@ -17,7 +17,8 @@ from ..common.processes import count_processes, in_first_process
 from ..head_tasks import build_tokenizer as build_head_tasks_tokenizer
 from ..loading import find_folder, fingerprint_tokenizer, load_tokenizer, refuse_without_model
 from . import run_files
-from .data import build_datasets, fingerprint_documents, fingerprint_files
+from .data import build_datasets
+from .documents import fingerprint_documents, fingerprint_files
 from .recipe import HEAD_TASKS, OmegaConf, Recipe, build_config, first_difference
 from .run_files import COMPOSITION_FILE, FINAL, LOCK_FILE, RECIPE_FILE, UNFINISHED
 from .summary import plot_losses, write_training_card

@@ -15,6 +15,7 @@ from dcformer.loading import fingerprint_tokenizer
 from dcformer.training import DataRecipe, Recipe
 from dcformer.training import data as training_data
 from dcformer.training.data import RowOrder, build_datasets, fill_batches
+from dcformer.training.documents import fingerprint_documents
 
 
 datasets = pytest.importorskip("datasets")
@@ -366,16 +367,16 @@ def test_every_pass_over_the_rows_is_shuffled_anew_or_in_order():
 
 def test_a_fingerprint_is_of_all_files_and_of_the_split(tmp_path):
     saved = [write("saved", tmp_path / name, texts) for name, texts in (("a", TEXTS), ("b", TEXTS), ("c", TEXTS[::-1]))]
-    same, again, other = (training_data.fingerprint_documents(recipe(folder)) for folder in saved)
+    same, again, other = (fingerprint_documents(recipe(folder)) for folder in saved)
     assert same == again != other
     source = write("files", tmp_path / "source")
-    seen = [training_data.fingerprint_documents(recipe(source, split=split)) for split in ("train", "train[:3]")]
+    seen = [fingerprint_documents(recipe(source, split=split)) for split in ("train", "train[:3]")]
     for file in sorted(source.glob("train*")):
         write_jsonl(file, TEXTS[:2])
-        seen.append(training_data.fingerprint_documents(recipe(source)))
+        seen.append(fingerprint_documents(recipe(source)))
     assert len(set(seen)) == 5
     write_jsonl(source / "validation.JSONL", TEXTS)  # no row of training depends on it
-    assert training_data.fingerprint_documents(recipe(source)) == seen[-1]
+    assert fingerprint_documents(recipe(source)) == seen[-1]
 
 
 def test_an_evaluation_is_filled_up_with_rows_without_loss():
