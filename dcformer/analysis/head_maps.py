@@ -42,13 +42,10 @@ def head_maps(weights: ComposeWeights, query: int | Tensor, key: int | Tensor, b
     picked = map_tensors(weights, pick)
     name, like = next(iter(tensors.items()))
     heads = like.shape[1] * (weights.groups if name == "static" else 1)
-    # If only one head attends, with 1, the composed heads are the row of that head.
-    maps = [
-        compose(unit.view(1, heads, 1, 1).expand(len(rows), -1, -1, -1), picked)[:, :, 0, 0]
-        for unit in torch.eye(heads, dtype=like.dtype, device=like.device)
-    ]
-    stacked = torch.stack(maps, dim=1)
-    return stacked[0] if all(isinstance(index, int) for index in indices) else stacked
+    # If only one head attends, with 1, the composed heads are the row of that head; each has a place among the queries.
+    alone = torch.eye(heads, dtype=like.dtype, device=like.device)[None, :, :, None]  # (1, head, from, 1)
+    maps = compose(alone, picked)[..., 0].mT.expand(len(rows), -1, -1)  # (pairs, from, to)
+    return maps[0] if all(isinstance(index, int) for index in indices) else maps
 
 
 def effective_rank(singular_values: Tensor) -> Tensor:

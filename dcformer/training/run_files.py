@@ -47,13 +47,6 @@ def checkpoint_folders(output: Path) -> list[Path]:
     return sorted((path for path in paths if path.is_dir() or path.is_symlink()), key=step_of)
 
 
-def check_free(output: Path) -> None:
-    """Raise ValueError for a file that stands where a run would put a folder."""
-    for path in output.iterdir():
-        if path.is_file() and (path.name in (FINAL, UNFINISHED) or _FOLDER.fullmatch(path.name)):
-            raise ValueError(f"{str(path)!r} is a file where the run would write a folder; move it away.")
-
-
 def find_newest(output: Path) -> tuple[Path | None, list[str]]:
     """The newest undamaged checkpoint of a run, and what is wrong with later ones."""
     flaws: list[str] = []

@@ -218,17 +218,6 @@ def test_folders_that_are_links_are_followed_and_only_the_link_is_removed(copied
     assert {path: content for path, content in tree(moved).items() if "newer" not in path.parts} == before
 
 
-@pytest.mark.parametrize("name", ["checkpoint-11", "final", UNFINISHED])
-def test_a_file_where_a_folder_belongs_is_refused_before_the_first_step(name, copied):
-    shutil.rmtree(copied / name, ignore_errors=True)
-    (copied / name).write_text("mine")
-    before = tree(copied)
-    for resume in (True, False):
-        with pytest.raises(ValueError, match=f"{name}' is a file .* move it away"):
-            train(tiny_recipe(copied, training=EVERY_STEP), resume=resume)
-    assert tree(copied) == before
-
-
 class PowerCut(BaseException):
     """The end of everything, between two changes of the disk."""
 
