@@ -8,10 +8,11 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.plotting import draw_grid, picture
 from ..modeling_dcformer import DCFormerAttention
@@ -53,10 +54,10 @@ figure svg, img {width: 100%; height: auto} figcaption, .note {color: #57606a} s
 
 
 def analyse(
-    model: Any,
+    model: PreTrainedModel,
     texts: Sequence[Sequence[int]],
     output: str | Path,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     name: str = "model",
     layers: Sequence[int] | None = None,
     progress: Callable[[str, int, int], None] | None = None,

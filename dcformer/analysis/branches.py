@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.optional import import_optional
 from ..compose_dcformer import ComposeProjection
 from ..plain_dcformer import compose
 from ..types_dcformer import ComposeWeights, Weights, map_tensors
-from .recording import attention_layers, chosen, for_layers, forwards, in_float64
+from .recording import Inputs, attention_layers, for_layers, forwards, in_float64, resolve_numbers
 
 
 if TYPE_CHECKING:
@@ -80,7 +81,10 @@ def branch_terms(attention: Tensor, weights: ComposeWeights) -> dict[str, Tensor
 
 
 def branch_shares(
-    model: Any, inputs: Any, layers: int | Sequence[int] | None = None, tokenizer: Any = None
+    model: PreTrainedModel,
+    inputs: Inputs,
+    layers: int | Sequence[int] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> DataFrame:
     """
     Compute how much each branch adds to the composed scores and weights of each head.
@@ -124,7 +128,7 @@ def branch_shares(
 
 @contextlib.contextmanager
 def ablated(
-    model: Any, layers: int | Sequence[int] | None = None, branch: str | Sequence[str] = "all"
+    model: PreTrainedModel, layers: int | Sequence[int] | None = None, branch: str | Sequence[str] = "all"
 ) -> Iterator[None]:
     """
     Within the block, the model composes without these branches; without "all" of them a layer is plain attention.
@@ -151,7 +155,7 @@ def ablated(
     # What is left out before the softmax, and after it.
     off = [{part for name in names if name != other for part in _ABLATIONS[name]} for other in ("post", "pre")]
     with contextlib.ExitStack() as stack:
-        for layer in chosen(layers, len(modules), "layers"):
+        for layer in resolve_numbers(layers, len(modules), "layers"):
             compose = composition_in(modules[layer])
             for name in names:
                 has_stage = name not in ("pre", "post") or ("pre", "post").index(name) in compose.stages
@@ -163,7 +167,7 @@ def ablated(
         yield
 
 
-def compose_layers(model: Any) -> list[nn.Module]:
+def compose_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The composition of every layer, or what wraps it; ValueError for a model that composes nothing."""
     modules = [getattr(attention, "compose", None) for attention in attention_layers(model)]
     if not all(map(composition_in, modules)):
@@ -173,11 +177,11 @@ def compose_layers(model: Any) -> list[nn.Module]:
 
 @torch.no_grad()
 def what_matters(
-    model: Any,
-    inputs: Any,
+    model: PreTrainedModel,
+    inputs: Inputs,
     layers: int | Sequence[int] | None = None,
     branches: Sequence[str] | None = None,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> DataFrame:
     """
@@ -201,7 +205,7 @@ def what_matters(
     modules = compose_layers(model)
     cases = [
         (layer, branch)
-        for layer in chosen(layers, len(modules), "layers")
+        for layer in resolve_numbers(layers, len(modules), "layers")
         for branch in (branches_of(composition_in(modules[layer])) if branches is None else branches)
     ]
     arguments = forwards(model, inputs, tokenizer)
@@ -222,7 +226,7 @@ def what_matters(
     return pandas.DataFrame(rows, columns=["layer", "branch", "loss", "difference", "standard_error"])
 
 
-def _losses(model: Any, forwards: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
+def _losses(model: PreTrainedModel, forwards: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
     """Sums of the losses in nats and numbers of predicted tokens, an item for every forward pass."""
     losses, tokens = [], []
     for arguments in forwards:

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.optional import import_optional
 from ..modeling_dcformer import DCFormerAttention, at_least_float32
 from .branches import TABLES
-from .recording import attention_layers, for_layers, in_float64
+from .recording import Inputs, attention_layers, for_layers, in_float64
 
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def head_diversity(model: Any) -> dict[str, Tensor]:
+def head_diversity(model: PreTrainedModel) -> dict[str, Tensor]:
     """
     Figure 5 of the paper: the variance of a layer's concatenated heads that principal components capture.
 
@@ -115,7 +116,10 @@ def effective_heads(maps: Tensor) -> Tensor:
 
 
 def map_diversity(
-    model: Any, inputs: Any, layers: int | Sequence[int] | None = None, tokenizer: Any = None
+    model: PreTrainedModel,
+    inputs: Inputs,
+    layers: int | Sequence[int] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> DataFrame:
     """
     The mean number of [`effective_heads`] of each layer over a text, before and after composition.

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..modeling_dcformer import at_least_float32
 from ..plain_dcformer import compose
 from ..types_dcformer import ComposeWeights, map_tensors
 from .branches import compose_layers
-from .recording import for_layers
+from .recording import Inputs, for_layers
 
 
 def head_maps(weights: ComposeWeights, query: int | Tensor, key: int | Tensor, batch: int | Tensor = 0) -> Tensor:
@@ -85,12 +86,12 @@ class HeadMapStatistics:
 
 
 def head_map_statistics(
-    model: Any,
-    inputs: Any,
+    model: PreTrainedModel,
+    inputs: Inputs,
     layers: int | Sequence[int] | None = None,
     pairs: int = 1000,
     seed: int = 0,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> dict[tuple[int, str], HeadMapStatistics]:
     """
     Spectrum, rank and lending of the head maps over a corpus.

@@ -3,16 +3,21 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..modeling_dcformer import ATTENTION_MAPS, DCFormerAttention
 from ..types_dcformer import map_tensors
 
 
 MAPS = (*ATTENTION_MAPS, "factors")
+
+# A text or several, token ids of a text or a batch or several of these, or arguments of a model's `forward`.
+Inputs: TypeAlias = str | Tensor | Sequence[Any] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -39,12 +44,12 @@ class Recording:
 
 @torch.no_grad()
 def record(
-    model: Any,
-    inputs: Any,
+    model: PreTrainedModel,
+    inputs: Inputs,
     maps: Sequence[str] | None = None,
     layers: int | Sequence[int] | None = None,
     heads: int | Sequence[int] | None = None,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Recording:
     """
     Record the maps of chosen layers and heads in one forward pass; each is moved to the CPU when it is computed.
@@ -68,7 +73,7 @@ def record(
     if maps is None:
         maps = ATTENTION_MAPS if isinstance(attention_layers(model)[0], DCFormerAttention) else ("weights",)
     kept: dict[str, dict[int, Any]] = {name: {} for name in maps}
-    numbers = chosen(heads, model.config.num_attention_heads, "heads")
+    numbers = resolve_numbers(heads, model.config.num_attention_heads, "heads")
 
     def keep(layer: int, name: str, value: Any) -> None:
         if name == "factors":
@@ -85,7 +90,7 @@ def record(
 
 @contextlib.contextmanager
 def watch(
-    model: Any,
+    model: PreTrainedModel,
     function: Callable[[int, str, Any], Any],
     maps: Sequence[str] = ATTENTION_MAPS,
     layers: int | Sequence[int] | None = None,
@@ -105,7 +110,7 @@ def watch(
     """
     modules = attention_layers(model)
     with contextlib.ExitStack() as stack:
-        for layer in dict.fromkeys(chosen(layers, len(modules), "layers")):
+        for layer in dict.fromkeys(resolve_numbers(layers, len(modules), "layers")):
             for name in maps:
                 stack.callback(_hook(modules[layer], layer, name, function).remove)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -114,12 +119,12 @@ def watch(
 
 @torch.no_grad()
 def for_layers(
-    model: Any,
-    inputs: Any,
+    model: PreTrainedModel,
+    inputs: Inputs,
     maps: Sequence[str],
     function: Callable[[int, dict[str, Any]], None],
     layers: int | Sequence[int] | None = None,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
     """Run the model over the inputs; call `function(layer, values by name)` once a layer has computed these maps."""
     computed: dict[str, Any] = {}  # of one layer, since layers run one after the other
@@ -135,7 +140,7 @@ def for_layers(
             model(**arguments)
 
 
-def _hook(attention: nn.Module, layer: int, name: str, function: Callable[[int, str, Any], Any]) -> Any:
+def _hook(attention: nn.Module, layer: int, name: str, function: Callable[[int, str, Any], Any]) -> RemovableHandle:
     if name not in MAPS:
         raise ValueError(f"maps must be any of {', '.join(MAPS)}, got {name!r}.")
     if isinstance(attention, DCFormerAttention):
@@ -154,7 +159,7 @@ def _hook(attention: nn.Module, layer: int, name: str, function: Callable[[int, 
     return attention.register_forward_hook(show)
 
 
-def attention_layers(model: Any) -> list[nn.Module]:
+def attention_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The attention modules of a Transformers model in the order of its layers; ValueError if it does not name them."""
     kind = (getattr(model, "_can_record_outputs", None) or {}).get("attentions")
     kind = getattr(kind, "target_class", kind)
@@ -169,7 +174,9 @@ def attention_layers(model: Any) -> list[nn.Module]:
     return modules
 
 
-def forwards(model: Any, inputs: Any, tokenizer: Any = None) -> list[dict[str, Any]]:
+def forwards(
+    model: PreTrainedModel, inputs: Inputs, tokenizer: PreTrainedTokenizerBase | None = None
+) -> list[dict[str, Any]]:
     """
     The arguments of one forward pass, without a cache, for every text.
 
@@ -203,7 +210,7 @@ def in_float64(tensor: Tensor) -> Tensor:
     return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
 
 
-def chosen(numbers: int | Sequence[int] | None, count: int, what: str) -> list[int]:
+def resolve_numbers(numbers: int | Sequence[int] | None, count: int, what: str) -> list[int]:
     """The numbers counted from 0, where None stands for all; ValueError if one is not below `count`."""
     if numbers is None:
         return list(range(count))

@@ -163,9 +163,7 @@ class RecipeTrainer(Trainer):
         self.loss_since_log += loss
         return loss
 
-    def evaluation_loop(
-        self, dataloader: DataLoader, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
-    ) -> EvalLoopOutput:
+    def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """
         Mean loss per token over all rows, whatever the batches, and its exponential, the perplexity. Where the loss is
         on answers, also the accuracy: the share of answers in which every token is the most probable one.
@@ -184,9 +182,9 @@ class RecipeTrainer(Trainer):
         total, tokens, answers, right = self.accelerator.reduce(totals, "sum").tolist()
         loss = total / tokens  # at least one: other data are refused
         perplexity = math.exp(loss) if loss < 700 else math.inf
-        metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_perplexity": perplexity}
+        metrics = {"eval_loss": loss, "eval_perplexity": perplexity}
         if answers:
-            metrics[f"{metric_key_prefix}_accuracy"] = right / answers
+            metrics["eval_accuracy"] = right / answers
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(self.eval_dataset))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
