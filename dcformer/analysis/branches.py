@@ -33,9 +33,9 @@ _ABLATIONS = {branch: (branch,) for branch in BRANCHES} | {
 TABLES = "A table of an analysis"
 
 
-def composition_in(module: nn.Module | None) -> Any:
+def composition_in(module: nn.Module) -> Any:
     """The composition that a module is or wraps; None if there is none."""
-    return next((part for part in module.modules() if isinstance(part, ComposeProjection)), None) if module else None
+    return next((part for part in module.modules() if isinstance(part, ComposeProjection)), None)
 
 
 def branches_of(compose: ComposeProjection) -> list[str]:
@@ -169,10 +169,12 @@ def ablated(
 
 def compose_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The composition of every layer, or what wraps it; ValueError for a model that composes nothing."""
-    modules = [getattr(attention, "compose", None) for attention in attention_layers(model)]
-    if not all(map(composition_in, modules)):
+    attentions = attention_layers(model)
+    parts = [getattr(attention, "compose", None) for attention in attentions]
+    modules: list[nn.Module] = [part for part in parts if part is not None and composition_in(part)]
+    if len(modules) < len(attentions):
         raise ValueError(f"model must compose heads in every layer, and this {model.config.model_type} does not.")
-    return modules  # type: ignore[return-value]
+    return modules
 
 
 @torch.no_grad()

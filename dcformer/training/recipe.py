@@ -153,7 +153,7 @@ class TrainingRecipe:
     @property
     def steps(self) -> int:
         """Optimiser steps of the whole run."""
-        return self.max_steps or -(-self.tokens // self.batch_tokens)  # type: ignore[operator]
+        return self.max_steps or -(-(self.tokens or 0) // self.batch_tokens)
 
     def accumulation_steps(self, sequence_length: int, processes: int) -> int:
         """Forward passes of every process in an optimiser step; ValueError if the batch does not divide into them."""
