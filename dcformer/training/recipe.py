@@ -343,25 +343,22 @@ def _with_evaluation(data: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**data, "evaluation": {**inherited, **evaluation}}
 
 
-def _model_keys() -> set[str]:
-    return {*_MODEL_KEYS, *(field.name for field in fields(DCFormerConfig))}
+_CLASSES = {"data": DataRecipe, "training": TrainingRecipe, "model": DCFormerConfig}
+_KEYS = {section: {field.name for field in fields(cls)} for section, cls in _CLASSES.items()}
+_KEYS["model"].update(_MODEL_KEYS)
 
 
 def _did_you_mean(wrong: str) -> str:
     """A question that suggests keys of a recipe that end like a wrong one, or nearly; or nothing."""
-    classes = {"data": DataRecipe, "training": TrainingRecipe}
-    names = {section: {field.name for field in fields(cls)} for section, cls in classes.items()}
-    names["model"] = _model_keys()
-    likely = difflib.get_close_matches(wrong.rpartition(".")[2], set().union(*names.values()), n=1, cutoff=0.8)
-    keys = [f"{section}.{name}" for section in names for name in likely if name in names[section]]
+    likely = difflib.get_close_matches(wrong.rpartition(".")[2], set().union(*_KEYS.values()), n=1, cutoff=0.8)
+    keys = [f"{section}.{name}" for section, names in _KEYS.items() for name in likely if name in names]
     return f" Did you mean {' or '.join(keys)}?" if keys else ""
 
 
 def _check_model(model: Mapping[str, Any]) -> None:
     """Raise ValueError for keys and values that Transformers would ignore, or refuse only after reading data."""
-    allowed = _model_keys()
     for key in model:
-        if key not in allowed:
+        if key not in _KEYS["model"]:
             raise ValueError(
                 f"'model.{key}' is not a key of a recipe; see the fields of DCFormerConfig."
                 f"{_did_you_mean(f'model.{key}')}"
