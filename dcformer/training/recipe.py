@@ -22,6 +22,7 @@ from ..loading import find_folder
 
 omegaconf = import_optional("omegaconf", "Training by a recipe", "train")
 OmegaConf = omegaconf.OmegaConf
+import_optional("datasets", "Training by a recipe", "train")  # which other modules of training import plainly
 
 HEAD_TASKS = "head_tasks"  # the generated data, and their tokenizer
 _PACKAGED = Path(__file__).parent / "recipes"
