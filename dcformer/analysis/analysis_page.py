@@ -5,10 +5,10 @@ from __future__ import annotations
 import base64
 import html
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -51,6 +51,8 @@ figure {margin: 0; min-width: 0} h4 {margin: .5rem 0}
 figure svg, img {width: 100%; height: auto} figcaption, .note {color: #57606a} summary {cursor: pointer}
 .key span {display: inline-block; width: 1em; height: 1em; vertical-align: -.1em; margin: 0 .3em 0 1em}
 """
+_ARROW: dict[str, Any] = {"color": POSITIVE, "alpha": 0.7, "shrinkA": 8, "shrinkB": 8, "arrowstyle": "-|>"}
+_ARROW |= {"connectionstyle": "arc3,rad=.15"}
 
 
 def analyse(
@@ -217,15 +219,31 @@ def _lending_section(output: Path, statistics: dict[tuple[int, str], HeadMapStat
     lent = {key: means.lending.clone().fill_diagonal_(0.0) for key, means in statistics.items()}
     strongest = max(float(shares.max()) for shares in lent.values())
 
-    def draw(figure: Figure) -> None:
+    def axes_of(figure: Figure) -> Iterator[tuple[Axes, Tensor]]:
         figure.set_layout_engine("compressed")
         axes: list[Axes] = figure.subplots(len(kinds), len(layers), squeeze=False).ravel().tolist()
         for axis, (kind, layer) in zip(axes, product(kinds, layers)):
-            image = axis.imshow(lent[layer, kind], cmap="Blues", vmin=0, vmax=strongest)
             axis.set_title(f"Layer {layer}, {kind}", fontsize=9)
+            yield axis, lent[layer, kind]
+
+    def draw_matrices(figure: Figure) -> None:
+        for axis, shares in axes_of(figure):
+            image = axis.imshow(shares, cmap="Blues", vmin=0, vmax=strongest)
             axis.locator_params(integer=True)
             axis.label_outer()
-        figure.colorbar(image, ax=axes, label="Share that a head (across) takes from a head (down)")
+        figure.colorbar(image, ax=figure.axes, label="Share that a head (across) takes from a head (down)")
+
+    def draw_graphs(figure: Figure) -> None:
+        for axis, shares in axes_of(figure):
+            angles = torch.arange(len(shares)) * 2 * math.pi / len(shares)
+            points = torch.stack((angles.sin(), angles.cos()), dim=1).tolist()
+            for taker, (x, y) in enumerate(points):
+                axis.text(x, y, str(taker), ha="center", va="center")
+                for lender in shares[:, taker].topk(min(3, len(shares) - 1)).indices.tolist():
+                    width = 4 * float(shares[lender, taker]) / strongest
+                    axis.annotate("", (x, y), points[lender], arrowprops=_ARROW | {"linewidth": width})
+            axis.set(xlim=(-1.2, 1.2), ylim=(-1.2, 1.2), aspect="equal")
+            axis.set_axis_off()
 
     parts = []
     for (layer, kind), means in sorted(statistics.items()):
@@ -238,12 +256,15 @@ def _lending_section(output: Path, statistics: dict[tuple[int, str], HeadMapStat
             f"from {largest:.2f} to {smallest:.2f}."
         )
         parts.append(_figure(f"Layer {layer}, {_STAGES[kind]}", drawn, caption))
-    _drawn(output, "lending", (2.2 * len(layers) + 1, 2.2 * len(kinds) + 0.6), draw)
+    size = 2.2 * len(layers) + 1, 2.2 * len(kinds) + 0.6
+    _drawn(output, "lending", size, draw_matrices)
+    graphs = _drawn(output, "lending_graph", size, draw_graphs)
     note = (
         "The matrices of equation 8: the share that a head (column) takes from each head (row), by absolute values, as "
-        "means over pairs of tokens. What a head keeps of itself, the diagonal, is left out; all have one scale."
+        "means over pairs of tokens. What a head keeps of itself, the diagonal, is left out; all have one scale. "
+        "Arrows lead to every head from the three from which it takes most."
     )
-    return _section("Who lends to whom", note, f'<div class="row">{"".join(parts)}</div>')
+    return _section("Who lends to whom", note, f'<div class="row">{"".join(parts)}</div>', graphs)
 
 
 def _attention_section(output: Path, recording: Recording) -> str:

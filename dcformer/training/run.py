@@ -140,6 +140,7 @@ def _find_checkpoint(recipe: Recipe, output: Path, resume: bool) -> tuple[Path |
 
     ValueError if the folder is that of something else, or all of its checkpoints are damaged.
     """
+    run_files.check_free(output)
     folders, checkpoint, known = run_files.checkpoint_folders(output), None, {}
     if folders and not (output / RECIPE_FILE).is_file():
         raise ValueError(

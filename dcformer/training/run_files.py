@@ -30,6 +30,7 @@ LOCK_FILE, RECIPE_FILE, LOG_FILE = ".lock", "recipe.yaml", "log.jsonl"
 COMPOSITION_FILE = "composition.safetensors"
 MARKER = "complete.json"
 FINAL, UNFINISHED = "final", "unfinished"
+_VALUES = {"step": int, "loss": float, "recipe": dict, "fingerprints": dict, "files": dict}  # of a marker
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 _MODEL_FILE = re.compile(r"(?!trainer_state\.json)[^/]+\.(json|safetensors|jinja|txt|model|py)")
 
@@ -45,6 +46,13 @@ def checkpoint_folders(output: Path) -> list[Path]:
     """Every checkpoint of a run, whole or not, also links to folders that are gone; oldest first."""
     paths = (path for path in output.glob("checkpoint-*") if _FOLDER.fullmatch(path.name))
     return sorted((path for path in paths if path.is_dir() or path.is_symlink()), key=step_of)
+
+
+def check_free(output: Path) -> None:
+    """Raise ValueError for a file that stands where a run would put a folder."""
+    for path in output.iterdir():
+        if path.is_file() and (path.name in (FINAL, UNFINISHED) or _FOLDER.fullmatch(path.name)):
+            raise ValueError(f"{str(path)!r} is a file where the run would write a folder; move it away.")
 
 
 def find_newest(output: Path) -> tuple[Path | None, list[str]]:
@@ -66,16 +74,25 @@ def _find_flaw(checkpoint: Path) -> str | None:
         marker = read_sealed(path)
     except ValueError as error:
         return str(error)
+    wrong = [key for key, kind in _VALUES.items() if not isinstance(marker.get(key), kind)]
+    files = marker["files"] if "files" not in wrong else {}
+    wrong += [name for name, entry in files.items() if not _is_entry(entry)]
+    if wrong:
+        return f"{str(path)!r} is damaged: {wrong[0]!r} is missing or of a wrong type."
     if checkpoint.name != f"checkpoint-{marker['step']}":
         return f"{str(checkpoint)!r} was renamed."
     for file in sorted(checkpoint.rglob("[!.]*")):  # Trainer would load some
-        if file.is_file() and file != path and file.relative_to(checkpoint).as_posix() not in marker["files"]:
+        if file.is_file() and file != path and file.relative_to(checkpoint).as_posix() not in files:
             return f"{str(file)!r} is not among the files that {MARKER} lists."
     try:
         Recipe.from_mapping(marker["recipe"])
-        return find_damage(checkpoint, marker["files"])
+        return find_damage(checkpoint, files)
     except (ValueError, omegaconf.errors.OmegaConfBaseException) as error:
         return f"{str(path)!r} is damaged: {str(error).splitlines()[0]}"
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("sha256"), str)
 
 
 def finish_checkpoint(written: Path, values: dict[str, Any]) -> Path:

@@ -29,7 +29,7 @@ def test_the_command_writes_a_page_with_pictures_and_tables(composes, tmp_path):
     drawings = [ElementTree.fromstring(drawing) for drawing in re.findall("<svg.*?</svg>", page)]
     assert len(drawings) == (1 + 2 + 4 * 2 if composes else 4)
     assert any("Mumbai / Paris: 0." in (title.text or "") for title in drawings[-1].iter("title"))
-    names = {"attention_layer3", "diversity", *(["shares", "lending"] if composes else [])}
+    names = {"attention_layer3", "diversity", *(["shares", "lending", "lending_graph"] if composes else [])}
     for ending in ("png", "svg"):
         assert {path.stem for path in folder.glob(f"*.{ending}")} == names
     if composes:

@@ -163,8 +163,13 @@ def test_a_damaged_checkpoint_is_named_and_written_anew_from_the_one_before(wher
 
 
 def resealed(**changes):
-    """Changes values of a marker."""
-    return lambda marker: marker.write_text(seal({**read_sealed(marker), **changes}))
+    """Changes the values of a marker, or takes those away that are None."""
+
+    def change(marker):
+        values = {**read_sealed(marker), **changes}
+        marker.write_text(seal({key: value for key, value in values.items() if value is not None}))
+
+    return change
 
 
 def list_a_file_elsewhere(marker):
@@ -179,6 +184,12 @@ def list_a_file_elsewhere(marker):
         ("scheduler.pt", "cut", "bytes instead of"),
         (MARKER, "missing", "is not complete"),
         (MARKER, "cut", "is damaged: it is not JSON"),
+        *((MARKER, resealed(**{key: None}), f"{key}' is missing") for key in run_files._VALUES),
+        (MARKER, resealed(files=[]), "'files' is missing or of a wrong type"),
+        *(
+            (MARKER, resealed(files={"optimizer.pt": entry}), "'optimizer.pt' is missing or of a wrong type")
+            for entry in (None, {"size": "3", "sha256": "a"}, {"size": 3, "sha256": 5}, {"size": 3})
+        ),
         (MARKER, list_a_file_elsewhere, "must stay inside its folder"),
         (MARKER, resealed(recipe={"tokenizer": "a", "unknown": 1}), "is damaged: Key 'unknown'"),
         (MARKER, resealed(step=9), "was renamed"),
@@ -216,6 +227,17 @@ def test_folders_that_are_links_are_followed_and_only_the_link_is_removed(copied
     (copied / "final").symlink_to(moved / "newer")
     assert train(recipe)["resumed_from"] == 12 and (moved / "newer" / "model.safetensors").is_file()
     assert {path: content for path, content in tree(moved).items() if "newer" not in path.parts} == before
+
+
+@pytest.mark.parametrize("name", ["checkpoint-11", "final", UNFINISHED])
+def test_a_file_where_a_folder_belongs_is_refused_before_the_first_step(name, copied):
+    shutil.rmtree(copied / name, ignore_errors=True)
+    (copied / name).write_text("mine")
+    before = tree(copied)
+    for resume in (True, False):
+        with pytest.raises(ValueError, match=f"{name}' is a file .* move it away"):
+            train(tiny_recipe(copied, training=EVERY_STEP), resume=resume)
+    assert tree(copied) == before
 
 
 class PowerCut(BaseException):
