@@ -193,11 +193,13 @@ def test_a_run_and_its_answers_are_of_a_commit(hub, monkeypatch):
     recipe = load_recipe("run.yaml")
     (streamed, _) = build_datasets(replace(recipe.data, streaming=True), build_tokenizer())
     assert len(next(iter(streamed))["input_ids"]) == 16
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # by what a shell starts in the background
     with monkeypatch.context() as patch:
         generate = TextGenerator.generate
         interrupted = iter((generate, lambda *_: signal.raise_signal(signal.SIGINT)))
         patch.setattr(TextGenerator, "generate", lambda *given: next(interrupted)(*given))
         assert call(answer).exit_code == 130
+    signal.signal(signal.SIGINT, ignored)
     read = fingerprint_inputs(recipe)
     assert read["model.pretrained"] == commit_of(hub, "acme/steps")
     assert read["data.source"] == json_digest([None, "train", (hub / "datasets--acme--text/refs/main").read_text()])
