@@ -119,7 +119,7 @@ def why_no_kernel(inputs: AttentionInputs) -> str | None:
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
             return f"it takes float32, bfloat16 and float16, not {dtype_name(tensor.dtype)}"
-    if pre is not None and post is not None and pre.groups != post.groups and len(set(groups_of(inputs))) > 1:
+    if len(set(groups_of(inputs))) > 1:
         return "there are different groups of heads before and after the softmax"
     if inputs.dropout > 0.0:
         return "it has no dropout"
