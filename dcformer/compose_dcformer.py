@@ -316,17 +316,16 @@ def widen_cache_rows(cache: Cache, config: DCFormerConfig) -> None:
     Raises:
         ValueError: for rows of any other width, which another model has cached.
     """
-    if not config.composes_heads:
-        return
-    head_dim, extra = config.head_dim, tuple(zip(("keys", "values"), config.compose_cache_channels))
-    widest = head_dim + max(config.compose_cache_channels)
+    head_dim, extra = config.head_dim, config.compose_cache_channels
+    expected = head_dim + extra[0], head_dim + extra[1]
     for layer_idx, layer in enumerate(cache.layers):
-        if not layer.is_initialized or layer.keys.dim() != 4:
+        has_rows = layer.is_initialized and layer.keys.dim() == 4
+        if not has_rows or (layer.keys.shape[-1], layer.values.shape[-1]) == expected:
             continue
-        for name, channels in extra:
+        for name, channels in zip(("keys", "values"), extra):
             rows = getattr(layer, name)  # (batch, key/value heads, key, channels)
             width = rows.shape[-1]
-            if width in (head_dim + channels, widest) or not config.composes_layer(layer_idx):
+            if width in (head_dim + channels, max(expected)) or not config.composes_layer(layer_idx):
                 continue
             if width != head_dim:
                 raise ValueError(
@@ -336,7 +335,7 @@ def widen_cache_rows(cache: Cache, config: DCFormerConfig) -> None:
             if is_tracing(rows):
                 raise ValueError(
                     f"The cache was allocated with rows of head_dim={head_dim} channels, which no graph can widen; "
-                    f"call early_initialization with head_dim={widest}."
+                    f"call early_initialization with head_dim={max(expected)}."
                 )
             rows = functional.pad(rows, (0, channels))
             if getattr(layer, "is_compileable", False):

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.utils import logging
 from transformers.utils.deprecation import deprecate_kwarg
-from transformers.utils.import_utils import is_tracing
 
 from .configuration_dcformer import DCFormerConfig
-from .visibility_dcformer import Visibility, values_are_known
+from .visibility_dcformer import Visibility, in_graph, values_are_known
 
 
 logger = logging.get_logger(__name__)
@@ -49,7 +48,7 @@ def checked_ids(input_ids: Any, embed_tokens: nn.Module, config: DCFormerConfig)
     sizes = (part.num_embeddings for part in embed_tokens.modules() if isinstance(part, nn.Embedding))
     rows = next(sizes, config.vocab_size)
     # A graph cannot raise an error that depends on a value.
-    if config.oov_policy == "clamp" or input_ids.is_meta or is_tracing(input_ids):
+    if config.oov_policy == "clamp" or in_graph(input_ids):
         return input_ids.clamp(0, rows - 1)
     if values_are_known(input_ids) and (outside := (input_ids < 0) | (input_ids >= rows)).any():
         position = outside.nonzero()[0].tolist()
@@ -116,15 +115,10 @@ def make_masks(
             padding = None if attention_mask is None else attention_mask[:, key_offset:]
             if padding is not None and values_are_known(padding) and bool((padding != 0).all()):
                 padding = None  # it hides nothing
-            masks[layer_type] = Visibility(
-                length,
-                key_length,
-                is_causal=getattr(config, "is_causal", True),
-                sliding_window=config.sliding_window if layer_type == "sliding_attention" else None,
-                query_offset=past_length - key_offset,
-                padding=padding,
-                sequence_ids=sequence_ids,
-            )
+            band: Any = {"is_causal": getattr(config, "is_causal", True), "query_offset": past_length - key_offset}
+            if layer_type == "sliding_attention":
+                band["sliding_window"] = config.sliding_window
+            masks[layer_type] = Visibility(length, key_length, **band, padding=padding, sequence_ids=sequence_ids)
         else:
             make_mask = create_causal_mask if layer_type == "full_attention" else create_sliding_window_causal_mask
             mask = make_mask(

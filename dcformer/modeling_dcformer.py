@@ -377,10 +377,10 @@ class DCFormerModel(DCFormerPreTrainedModel):
             inputs_embeds = self.embed_tokens(checked_ids(input_ids, self.embed_tokens, self.config))
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
-        if cache is not None:
-            widen_cache_rows(cache, self.config)
         if self.config.composes_heads:  # Transformers does not ask the model about attention kernels from the Hub
             checked_implementation(self.config._attn_implementation)
+            if cache is not None:
+                widen_cache_rows(cache, self.config)
         if position_ids is not None:
             check_positions(position_ids, tuple(inputs_embeds.shape[:2]), attention_mask, cache is not None)
         elif kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None:

@@ -21,12 +21,19 @@ from torch.fx.experimental.symbolic_shapes import has_static_value
 from transformers.utils.import_utils import is_tracing
 
 
+def in_graph(tensor: Tensor) -> bool:
+    """True if a tensor has no values for Python, as it stands for others in a graph that is being made."""
+    if type(tensor) is Tensor and tensor.device.type == "cpu":  # `is_tracing` asks CUDA, for 40 us without a GPU
+        return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return tensor.is_meta or is_tracing(tensor)
+
+
 def values_are_known(values: Any) -> bool:
     """True if Python can read the values and branch on them: not while a graph is traced, nor under `vmap`."""
     if not isinstance(values, Tensor):
         return True
     functorch = torch._C._functorch
-    if values.is_meta or is_tracing(values) or functorch.is_batchedtensor(values):
+    if in_graph(values) or functorch.is_batchedtensor(values):
         return False
     # Other transforms of torch.func wrap what they are given, inside of `vmap` too.
     return not functorch.is_functorch_wrapped_tensor(values) or values_are_known(functorch.get_unwrapped(values))
