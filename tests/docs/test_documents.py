@@ -54,6 +54,8 @@ def pytest_generate_tests(metafunc):
 def test_its_examples_run_and_print_what_it_says(example_page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(dcmha, "BACKENDS", dict(dcmha.BACKENDS))
+    for shared in (dcformer.DCFormerConfig, dcformer.DCFormerForCausalLM):  # with their code, on one page
+        monkeypatch.setattr(shared, "_auto_class", None)
     namespace = {}
     found = blocks(example_page, "python", "text")
     for number, (language, text) in enumerate(found):
