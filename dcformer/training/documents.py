@@ -23,9 +23,9 @@ from datasets.data_files import DataFilesDict, DataFilesList, EmptyDatasetError,
 
 from ..common.files import check_relative, file_digest, json_digest
 from ..common.hub import load_from_hub
+from ..common.local_files import ENDINGS, LocalFiles, ending_of
 from ..head_tasks import FORMS, iterate_documents, iterate_practice
 from ..loading import looks_like_path
-from .local_files import ENDINGS, LocalFiles, ending_of
 from .recipe import HEAD_TASKS, DataRecipe
 
 
