@@ -28,9 +28,24 @@ def eval_command(
         ),
     ] = "table4",
     tasks: Annotated[
-        str | None, typer.Option(help="Tasks or suites instead of --suite: piqa,pile_ppl; see `dcformer tasks`.")
+        str | None,
+        typer.Option(help="Instead of --suite, as piqa,pile_ppl (see `dcformer tasks`), or tasks of lm-eval."),
     ] = None,
-    num_fewshot: Annotated[str, typer.Option(help="Examples before each question, one number or several: 0,5.")] = "0",
+    include_path: Annotated[str | None, typer.Option(help="Folder with further tasks of lm-eval, in YAML.")] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="Instead of --suite, the loss on a text: .txt, .jsonl, .parquet or a folder; repeatable."),
+    ] = None,
+    text_column: Annotated[str, typer.Option(help="Column of --text with the documents.")] = "text",
+    stride: Annotated[
+        int | None, typer.Option(help="Tokens by which windows of --text advance.", show_default="a whole window")
+    ] = None,
+    num_fewshot: Annotated[
+        str | None,
+        typer.Option(
+            help="Examples before each question, one number or several: 0,5.", show_default="0; else as lm-eval's task"
+        ),
+    ] = None,
     output: Annotated[str, typer.Option(help="Folder of results; finished ones are reused.")] = "results",
     limit: Annotated[
         int | None, typer.Option(help="Documents, windows or texts per task, evenly spread.", show_default="all")
@@ -42,7 +57,10 @@ def eval_command(
     batch_size: Annotated[str, typer.Option(help="Inputs per forward pass (vllm: at most), or auto.")] = "auto",
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
-        typer.Option(help="Data type of the parameters.", show_default="bfloat16; float32 for head tasks alone"),
+        typer.Option(
+            help="Data type of the parameters.",
+            show_default="bfloat16; float32 for head tasks alone; as stored for texts and lm-eval's tasks alone",
+        ),
     ] = None,
     baseline: Baseline = None,
     max_length: Annotated[
@@ -68,30 +86,35 @@ def eval_command(
     shared_prefixes: Annotated[bool, typer.Option(help="Compute prefixes that prompts share only once.")] = True,
     debug: Debug = False,
 ) -> None:
-    """Evaluate models on the tasks of the paper, and print its tables."""
+    """Evaluate models on tasks or texts, and print the tables."""
     with running_command(debug, _INTERRUPTED, is_first_process()), leaving_process_group():
         from ..eval import AUTHORS_TASKS, EvaluationOptions, build_report, evaluate, find_tasks
 
-        options = EvaluationOptions(
-            tasks=[task for task in find_tasks(suite, tasks) if authors or task not in AUTHORS_TASKS],
-            num_fewshot=num_fewshot,
-            limit=limit,
-            data_dir=data_dir,
-            data_hash=_pairs("--data-hash", data_hash or []),
-            batch_size=batch_size,
-            dtype=dtype,
-            max_length=max_length,
-            baseline=baseline,
-            device=device,
-            oov_policy=oov_policy,
-            engine=engine,
-            shared_prefixes=shared_prefixes,
-            seed=seed,
-            revision=revision,
-            tokenizer=tokenizer,
-            trust_remote_code=trust_remote_code,
-        )
         with _progress() as on_progress:
+            found = () if text and tasks is None else find_tasks(suite, tasks, include_path)
+            options = EvaluationOptions(
+                tasks=[task for task in found if authors or task not in AUTHORS_TASKS] if found else None,
+                include_path=include_path,
+                text=text or (),
+                text_column=text_column,
+                stride=stride,
+                num_fewshot=num_fewshot,
+                limit=limit,
+                data_dir=data_dir,
+                data_hash=_pairs("--data-hash", data_hash or []),
+                batch_size=batch_size,
+                dtype=dtype,
+                max_length=max_length,
+                baseline=baseline,
+                device=device,
+                oov_policy=oov_policy,
+                engine=engine,
+                shared_prefixes=shared_prefixes,
+                seed=seed,
+                revision=revision,
+                tokenizer=tokenizer,
+                trust_remote_code=trust_remote_code,
+            )
             records = evaluate(models, output=output, options=options, on_progress=on_progress)
         if records:  # empty in all processes except the first
             baseline = baseline and records[0].model  # with its revision

@@ -20,6 +20,7 @@ from .published import AVERAGE
 from .records import Record, in_paper_order, model_folder, read_records, read_samples
 from .suites import AUTHORS_TASKS, HEAD_TASKS, PERPLEXITY_TASKS, TABLE4_COLUMNS
 from .task_data import import_extra
+from .texts import TEXT
 
 
 if TYPE_CHECKING:
@@ -86,7 +87,8 @@ class Results:
         other = self.records.get((self.baseline, record.task, record.num_fewshot))
         if other is None:
             return None, "the latter has no result"
-        for name in (*_COMPARED_SETTINGS, *(["max_length"] if record.task in PERPLEXITY_TASKS else [])):
+        of_windows = ("max_length", "stride") if record.settings.stride or record.task in PERPLEXITY_TASKS else ()
+        for name in (*_COMPARED_SETTINGS, *of_windows):
             first, second = (getattr(r.settings, name) for r in (record, other))
             # A model with an embedding row for every id needs no policy.
             if first != second and not (name == "oov_policy" and None in (first, second)):
@@ -97,6 +99,11 @@ class Results:
             )
             return None, reason
         return other, ""
+
+
+def is_of_other_tokens(record: Record, other: Record, metric: str) -> bool:
+    """True if a metric is per token and the tokens of two records are of different tokenizers."""
+    return "token" in metric and bool(record.settings.stride) and record.settings.tokenizer != other.settings.tokenizer
 
 
 def short_names(models: Sequence[str]) -> dict[str, str]:
@@ -186,9 +193,11 @@ def _difference(
     pairs = {}
     for name, records in pools.items():
         others = [other for record in records if (other := results.counterpart(record)[0]) and metric in other.metrics]
-        if len(others) < len(records):
+        if len(others) < len(records) or any(is_of_other_tokens(*pair, metric) for pair in zip(records, others)):
             return None
         pairs[name] = results.samples(*records), results.samples(*others)
+        if not all(metric in sample["metrics"] for samples in pairs[name] for sample in samples):
+            return None  # lm-eval makes it of all documents together, as an F-score
     return stats.paired_difference(pairs, metric, **bootstrap)
 
 
@@ -239,7 +248,8 @@ def table_kinds(frame: pandas.DataFrame) -> pandas.Series:
     """The kind of table of every number."""
     kinds = dict.fromkeys((*HEAD_TASKS, AUTHORS_ALL), "head") | dict.fromkeys(PERPLEXITY_TASKS, "perplexity")
     is_table4 = (frame.metric == "acc") & frame.task.isin((*TABLE4_COLUMNS, AVERAGE))
-    return frame.task.map(kinds).fillna("other").mask(is_table4, "table4")
+    kind = frame.task.map(kinds).fillna("other").mask(is_table4, "table4")
+    return kind.mask(frame.task.str.startswith(TEXT), "text")
 
 
 def break_down(results: Results) -> dict[str, pandas.DataFrame]:

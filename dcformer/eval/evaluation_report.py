@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import stats
-from .comparison import AUTHORS_ALL, Results, break_down, compare, table_kinds
+from .comparison import AUTHORS_ALL, Results, break_down, compare, short_names, table_kinds
 from .control import control_banners
 from .legend import legend, partial_banner
 from .suites import AUTHORS_TASKS
 from .task_data import import_extra
+from .texts import TEXT
 
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ _TITLES = {
     "table4": "Accuracy in percent, {}-shot",
     "head": "Head tasks, {}",
     "perplexity": "Perplexity",
+    "text": "Loss on texts: nats per token, its exponential, and bits per byte",
     "other": "Other results, {}-shot",
 }
 
@@ -65,6 +67,9 @@ class Report:
                     tables[title] = self._table(of_metric, of_metric.task.map(HEAD_TASK_HEADINGS))
             else:
                 names = part.task if kind == "table4" else part.task + " " + part.metric
+                if kind == "text":
+                    paths = part.task.str.removeprefix(TEXT)
+                    names = paths.map(short_names(paths.unique())) + " " + part.metric.map(_words)
                 tables[_TITLES[kind].format(shots)] = self._table(part, names)
         return {**tables, **self.breakdown}
 

@@ -33,9 +33,19 @@ from . import records
 from .head_task_answers import FIELDS
 from .perplexity import PAPER_WINDOW
 from .records import Record, Settings
-from .stats import metric_and_stderr
-from .suites import HEAD_TASKS, PERPLEXITY_TASKS, PREFIX, find_tasks, task_manager
-from .task_data import data_fingerprint, import_extra, source_of, spread_indices
+from .stats import is_perplexity, metric_and_stderr
+from .suites import (
+    HEAD_TASKS,
+    OTHER_PROMPTS,
+    PERPLEXITY_TASKS,
+    TABLE4_COLUMNS,
+    find_entries,
+    harness_name,
+    is_ours,
+    task_manager,
+)
+from .task_data import data_fingerprint, files_fingerprint, import_extra, source_of, spread_indices
+from .texts import TEXT, WINDOW, read_documents, score_text, text_files
 
 
 if TYPE_CHECKING:
@@ -50,16 +60,26 @@ class EvaluationOptions:
 
     suite: str | Sequence[str] = "table4"  #: see [`dcformer.eval.find_tasks`]
     tasks: str | Iterable[str] | None = None  #: run instead of `suite`
-    num_fewshot: int | str | Iterable[int] = 0  #: examples before a question, for columns of Table 4; also `"0,5"`
-    limit: int | None = None  #: documents per task, windows of packed text, or texts of head tasks, spread evenly
+    include_path: str | os.PathLike | None = None  #: folder with further tasks of lm-eval, in YAML
+    #: Texts to compute the loss on, without `tasks` alone: a file (.txt, .jsonl, .json, .parquet, .csv, .tsv, also
+    #: compressed) or a folder of these, or several.
+    text: str | os.PathLike | Sequence[str | os.PathLike] = ()
+    text_column: str = "text"  #: that holds the documents of a text
+    #: Tokens by which windows of a text advance, the others of a window are context; `None`: a whole window.
+    stride: int | None = None
+    #: Examples before a question, also `"0,5"`; `None`: none, or as many as the task of lm-eval says.
+    num_fewshot: int | str | Iterable[int] | None = None
+    #: Documents per task, windows of packed text, texts of head tasks, or pieces of a text, spread evenly.
+    limit: int | None = None
     data_dir: str | os.PathLike | None = None  #: folder with the data; `None`: they are fetched
     #: Task -> required hash of its documents, as in a record, or "any". Without it fetched data must have the known
     #: hash, and files of `data_dir` may have any.
     data_hash: Mapping[str, str] | None = None
     batch_size: int | str = "auto"  #: as in [`dcformer.eval.DCFormerLM`]; with vLLM the most inputs in one step
-    dtype: str | None = None  #: of the parameters; `None`: bfloat16, or float32 for head tasks alone
+    #: Of the parameters; `None`: bfloat16, or float32 for head tasks alone, as stored without a task of this package.
+    dtype: str | None = None
     #: Most tokens of an input, and the length of the windows of running text; `None`: the model's context length, and
-    #: windows of 2,048 tokens.
+    #: windows of 2,048 tokens, of a text as many as the model has at most.
     max_length: int | None = None
     baseline: str | None = None  #: a further model, run first
     device: str | torch.device | None = None  #: as in [`dcformer.loading.choose_device`]
@@ -87,8 +107,8 @@ class _Job:
     @property
     def data(self) -> tuple:
         """The key of a job's task object, which jobs share; running text is packed by tokenizer and length."""
-        depends = self.task in (*HEAD_TASKS, *PERPLEXITY_TASKS)
-        return (self.task, self.settings.tokenizer, self.settings.max_length) if depends else (self.task,)
+        is_read_once = self.settings.stride or self.task in (*TABLE4_COLUMNS, *OTHER_PROMPTS)
+        return (self.task,) if is_read_once else (self.task, self.settings.tokenizer, self.settings.max_length)
 
 
 def evaluate(
@@ -119,15 +139,18 @@ def evaluate(
             finished records are kept.
     """
     options = replace(options or EvaluationOptions(), **changes)
-    chosen = find_tasks(options.suite, options.tasks)
+    text = [options.text] if isinstance(options.text, str | os.PathLike) else options.text
+    texts = [str(Path(each)) for each in text]
+    is_text_alone = options.text and options.tasks is None
+    entries = {} if is_text_alone else find_entries(options.suite, options.tasks, options.include_path)
     given = [models] if isinstance(models, str | os.PathLike) else models
     paths = [os.fspath(name) for name in (*([options.baseline] if options.baseline else []), *given)]
     names = list(dict.fromkeys(path.rstrip("/") or path for path in paths))
     if not names:
         raise ValueError("models must name at least one, got none.")
-    if others := set(options.data_hash or ()) - set(chosen):
+    if others := set(options.data_hash or ()) - entries.keys():
         raise ValueError(f"data_hash must be of tasks that are run, got {', '.join(sorted(others))}.")
-    shots = _numbers(options.num_fewshot)
+    shots = None if options.num_fewshot is None else _numbers(options.num_fewshot)
     device = choose_device(options.device)
     if count_processes() > 1:
         # One process may need hours more than another. Without `cpu`, accelerate does not connect processes on CPUs.
@@ -140,11 +163,11 @@ def evaluate(
         found = [find_model(name, **hub) for name in names]
         # Only one process may lock the folders, and it must do so before it reads them.
         in_first_process(lambda: _lock(stack, output, [model.full_name for model in found]))
-        planned = in_first_process(lambda: [_plan(model, chosen, shots, options) for model in found])
+        planned = in_first_process(lambda: [_plan(model, entries, texts, shots, options) for model in found])
         jobs = [_Job(model, *job) for model, of_model in zip(found, planned) for job in of_model]
         is_left = in_first_process(lambda: [_finished(output, job) is None for job in jobs])
         left = list(itertools.compress(jobs, is_left))
-        task_objects = _load_tasks(left, options)
+        task_objects = _load_tasks(left, entries, options)
         for _, of_model in itertools.groupby(left, key=lambda job: job.model.full_name):
             _run_jobs(list(of_model), task_objects, device, output, on_progress)
         return [record for job in jobs if (record := _finished(output, job))] if is_first_process() else []
@@ -164,6 +187,8 @@ def _check(options: EvaluationOptions, device: torch.device) -> None:
         raise ValueError(f"limit must be at least 1, and one per process ({processes}), got {options.limit}.")
     if options.max_length is not None and options.max_length < 1:
         raise ValueError(f"max_length must be at least 1, got {options.max_length}.")
+    if options.stride is not None and not options.text:
+        raise ValueError(f"stride is of a text, got {options.stride} without one; give --text.")
     if options.engine not in ("transformers", "vllm"):
         raise ValueError(f"engine must be transformers or vllm, got {options.engine!r}.")
     if options.engine == "vllm":
@@ -182,7 +207,11 @@ def _lock(stack: contextlib.ExitStack, output: str | os.PathLike, models: Iterab
 
 
 def _plan(
-    model: FoundModel, tasks: Sequence[str], shots: tuple[int, ...], options: EvaluationOptions
+    model: FoundModel,
+    entries: Mapping[str, Any],
+    texts: Sequence[str],
+    shots: tuple[int, ...] | None,
+    options: EvaluationOptions,
 ) -> list[tuple[str, Settings]]:
     """Task and settings of all records of a model."""
     from .lm_eval_model import policy_in_force
@@ -193,7 +222,7 @@ def _plan(
         model_type=model.config.model_type,
         tokenizer=fingerprint_tokenizer(model.tokenizer),
         oov_policy=policy if model.has_ids_without_embedding else None,
-        dtype=options.dtype or ("float32" if set(tasks) <= set(HEAD_TASKS) else "bfloat16"),
+        dtype=options.dtype or _default_dtype(model, entries),
         batch_size=options.batch_size if options.batch_size == "auto" else int(options.batch_size),
         limit=options.limit,
         engine=options.engine,
@@ -202,18 +231,40 @@ def _plan(
         versions=records.library_versions(options.engine),
         git_revision=records.git_revision(),
     )
-    index, planned = task_manager().task_index, []
-    for task in tasks:
-        definition = index[PREFIX + task].cfg
+    planned = [(TEXT + text, _settings_of_text(model, text, of_model, options)) for text in texts]
+    for task, entry in entries.items():
+        metadata, numbers = entry.cfg.get("metadata"), shots or (0,)
         of_task = replace(
             of_model,
             max_length=_longest_input(model, task, options.max_length),
-            task_version=(definition.get("metadata") or {}).get("version"),
-            data=data_fingerprint(options.data_dir, task, definition),
+            task_version=metadata.get("version") if isinstance(metadata, dict) else None,
+            data=data_fingerprint(options.data_dir, task, entry.yaml_path),
         )
-        is_complete = task in (*HEAD_TASKS, *PERPLEXITY_TASKS)  # without examples
-        planned += [(task, replace(of_task, num_fewshot=number)) for number in ((0,) if is_complete else shots)]
+        if task in (*HEAD_TASKS, *PERPLEXITY_TASKS):  # without examples
+            numbers = (0,)
+        elif not is_ours(task) and (shots is None or entry.cfg.get("num_fewshot") == 0):
+            # As lm-eval: a task that says 0 has its examples in its prompt.
+            numbers = (entry.cfg.get("num_fewshot") or 0,)
+        planned += [(task, replace(of_task, num_fewshot=number)) for number in numbers]
     return planned
+
+
+def _default_dtype(model: FoundModel, tasks: Iterable[str]) -> str:
+    if not (ours := set(filter(is_ours, tasks))):
+        return str(model.config.dtype or "auto").removeprefix("torch.")
+    return "float32" if ours <= {*HEAD_TASKS} else "bfloat16"
+
+
+def _settings_of_text(model: FoundModel, text: str, settings: Settings, options: EvaluationOptions) -> Settings:
+    tokenizer, longest = model.tokenizer, _longest_input(model, text, options.max_length)
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        raise ValueError(f"The tokenizer of {model.name!r} has no token that begins or ends a text; give it one.")
+    window = longest if options.max_length is not None else min(longest, WINDOW)
+    stride = window if options.stride is None else options.stride
+    if not 1 <= stride <= window:
+        raise ValueError(f"stride must be from 1 to {window}, the tokens of a window, got {stride}.")
+    data = f"{files_fingerprint(text_files(text))} {options.text_column}"
+    return replace(settings, max_length=window, stride=stride, data=data)
 
 
 def _longest_input(model: FoundModel, task: str, max_length: int | None) -> int:
@@ -251,27 +302,40 @@ def _finished(output: str | os.PathLike, job: _Job) -> Record | None:
     return None
 
 
-def _load_tasks(jobs: list[_Job], options: EvaluationOptions) -> dict[tuple, Any]:
-    """`_Job.data` -> lm-eval's task object with its documents."""
+def _load_tasks(jobs: list[_Job], entries: Mapping[str, Any], options: EvaluationOptions) -> dict[tuple, Any]:
+    """`_Job.data` -> lm-eval's task object with its documents, or the documents of a text."""
     loaded: dict[tuple, Any] = {}
     for job in jobs:
-        if job.data not in loaded:
-            metadata = {
-                "data_dir": None if options.data_dir is None else os.fspath(options.data_dir),
-                "pretrained": job.model.path,
-                "tokenizer": job.model.tokenizer,
-                "max_length": job.settings.max_length,
-                "window": job.settings.max_length,
-                "windows": options.limit,  # of packed text, or texts of head tasks, which have several questions
-                "data_hash": (options.data_hash or {}).get(job.task),
-            }
-            task = task_manager(metadata).load([PREFIX + job.task])["tasks"][PREFIX + job.task]
-            task.config.metadata.pop("tokenizer")  # lm-eval copies the metadata into every result
-            loaded[job.data] = task
+        if job.data not in loaded and job.settings.stride:
+            loaded[job.data] = read_documents(job.task.removeprefix(TEXT), options.text_column)
+        elif job.data not in loaded:
+            loaded[job.data] = _load_task(job, entries[job.task], options)
         shots = job.settings.num_fewshot
-        if shots and shots >= (count := len(loaded[job.data].fewshot_docs())):
+        if shots and shots >= (count := len(loaded[job.data].fewshot_docs()) + (not is_ours(job.task))):
             raise ValueError(f"num_fewshot must be below {count:,}, the documents of {job.task}, got {shots}.")
     return loaded
+
+
+def _load_task(job: _Job, entry: Any, options: EvaluationOptions) -> Any:
+    metadata: dict[str, Any] = {"pretrained": job.model.path}
+    if is_ours(job.task):
+        metadata |= {
+            "data_dir": None if options.data_dir is None else os.fspath(options.data_dir),
+            "tokenizer": job.model.tokenizer,
+            "max_length": job.settings.max_length,
+            "window": job.settings.max_length,
+            "windows": options.limit,  # of packed text, or texts of head tasks, which have several questions
+            "data_hash": (options.data_hash or {}).get(job.task),
+        }
+    try:  # by its path, since an index of lm-eval's own tasks takes many seconds
+        (task,) = task_manager(metadata).load([str(entry.yaml_path)])["tasks"].values()
+    except Exception as error:
+        if is_ours(job.task):
+            raise
+        # Of the YAML, its Python or its data, which are not ours.
+        raise ValueError(f"{job.task} ({entry.yaml_path}): {type(error).__name__}: {error}") from error
+    task.config.metadata.pop("tokenizer", None)  # lm-eval copies the metadata into every result
+    return task
 
 
 def _run_jobs(
@@ -310,16 +374,43 @@ def _score(
     scorer: LogLikelihoods, task: Any, job: _Job, on_progress: Callable[[int, int], None]
 ) -> tuple[Record, list[dict]] | None:
     """The record and samples of a job; `None` in other processes than the first."""
-    # `simple_evaluate` calls it too, but also takes two seconds per task to describe the machine.
-    from lm_eval.evaluator import evaluate as run_harness
-
-    settings, name = job.settings, PREFIX + job.task
+    settings = job.settings
     import_extra("accelerate.utils").set_seed(settings.seed)
-    task.set_config(key="num_fewshot", value=settings.num_fewshot)
-    task.set_fewshot_seed(seed=settings.seed)
     scorer.set_max_length(settings.max_length)
     scorer.start_counting(on_progress)
     start = time.perf_counter()
+    measured = score_text(scorer, job.task, task, settings) if settings.stride else _run_harness(scorer, task, job)
+    counted = scorer.gather_object(scorer.counts())
+    if scorer.rank != 0 or measured is None:
+        return None
+    samples, values, n_documents, observed = measured
+    metrics = {}
+    for metric, value in values.items():
+        is_resampled = all(metric in sample["metrics"] for sample in samples)
+        here, stderr = metric_and_stderr(samples, metric) if is_resampled else (value, np.nan)
+        value = float(here if value is None else value)
+        metrics[metric] = {"value": value, "stderr": stderr if np.isfinite(stderr) else None}
+    observed |= {f"{key}_documents": len(set().union(*(c[key] for c in counted))) for key in ("oov", "truncated")}
+    is_cuda, cores = scorer.device.type == "cuda", f"{platform.machine()}, {os.cpu_count()} cores"
+    timings = {
+        "seconds": round(time.perf_counter() - start, 3),
+        **{key: sum(counts[key] for counts in counted) for key in ("requests", "input_tokens", "cached_tokens")},
+        "processes": scorer.world_size,
+        "hardware": torch.cuda.get_device_name(scorer.device) if is_cuda else cores,
+    }
+    counts = (len(samples), n_documents)
+    made = (job.model.full_name, job.task, settings.num_fewshot, metrics, *counts, settings, observed, timings)
+    return Record(*made), samples
+
+
+def _run_harness(scorer: LogLikelihoods, task: Any, job: _Job) -> tuple | None:
+    """Samples of a task, its metrics with their values, the number of its documents, and what was observed."""
+    # `simple_evaluate` calls it too, but also takes two seconds per task to describe the machine.
+    from lm_eval.evaluator import evaluate as run_harness
+
+    settings, name = job.settings, harness_name(job.task)
+    task.set_config(key="num_fewshot", value=settings.num_fewshot)
+    task.set_fewshot_seed(seed=settings.seed)
     is_limited = job.task in (*HEAD_TASKS, *PERPLEXITY_TASKS) and job.task != "flan_ppl"  # since it was loaded
     chosen = None
     if settings.limit is not None and not is_limited:
@@ -330,46 +421,61 @@ def _score(
         results = run_harness(
             scorer, {"tasks": {name: task}, "groups": {}, "group_map": {}}, samples=chosen, bootstrap_iters=0
         )
-    counted = scorer.gather_object(scorer.counts())
-    if scorer.rank != 0:
+    if results is None:
         return None
-    samples = sorted(map(_as_sample, results["samples"][name]), key=lambda sample: sample["doc_id"])
-    metrics = {}
-    for metric in samples[0]["metrics"]:
-        _, stderr = metric_and_stderr(samples, metric)
-        value = float(results["results"][name][f"{metric},none"])
-        metrics[metric] = {"value": value, "stderr": stderr if np.isfinite(stderr) else None}
+    by_document: dict[int, dict] = {}
+    for sample in map(_as_sample, results["samples"][name]):  # one for every filter of answers
+        by_document.setdefault(sample["doc_id"], sample)["metrics"].update(sample["metrics"])
+    samples = [by_document[doc_id] for doc_id in sorted(by_document)]
+    values = {
+        key.removesuffix(",none"): value
+        for key, value in results["results"][name].items()
+        if "," in key and "_stderr," not in key and isinstance(value, int | float | np.number)
+    }
+    for metric in {name for sample in samples for name in sample["metrics"]}:
+        if not _is_of_sums(metric, task.aggregation().get(metric.partition(",")[0])):
+            for sample in samples:
+                sample["metrics"].pop(metric, None)
+    n_documents = results["n-samples"][name]["original"]
+    if not is_ours(job.task):
+        source = {"source": str(task.config.dataset_path or job.task), "hash": None, "as_known": None}
+        return samples, values, n_documents, {"documents": source}
     first = task.eval_docs[0]
     observed = {
-        **{f"{key}_documents": len(set().union(*(counts[key] for counts in counted))) for key in ("oov", "truncated")},
         "documents": task.dataset.get("origin") or {"source": str(source_of(job.task)), "hash": None, "as_known": None},
         **({"artificial_ends": first["n_artificial_ends"]} if "n_artificial_ends" in first else {}),
     }
-    is_cuda, cores = scorer.device.type == "cuda", f"{platform.machine()}, {os.cpu_count()} cores"
-    timings = {
-        "seconds": round(time.perf_counter() - start, 3),
-        **{key: sum(counts[key] for counts in counted) for key in ("requests", "input_tokens", "cached_tokens")},
-        "processes": scorer.world_size,
-        "hardware": torch.cuda.get_device_name(scorer.device) if is_cuda else cores,
-    }
-    n_documents = results["n-samples"][name]["original"] + first.get("n_unscored", 0)
-    counts = (len(samples), n_documents)
-    made = (job.model.full_name, job.task, settings.num_fewshot, metrics, *counts, settings, observed, timings)
-    return Record(*made), samples
+    return samples, values, n_documents + first.get("n_unscored", 0), observed
+
+
+def _is_of_sums(metric: str, aggregation: Any) -> bool:
+    """True if lm-eval makes a metric of the values of documents by the function that `stats` takes its name for."""
+    from lm_eval.api import metrics as known
+
+    if is_perplexity(metric):
+        return aggregation in (known.perplexity, known.weighted_perplexity)
+    return aggregation in ((known.bits_per_byte,) if metric == "bits_per_byte" else (known.mean, None))  # its default
 
 
 def _as_sample(sample: dict) -> dict:
     requests = []
-    for arguments, answer in zip(sample["arguments"], sample["filtered_resps"]):
-        log_likelihood, is_greedy = answer if isinstance(answer, tuple | list) else (answer, None)
+    for arguments, answers in zip(sample["arguments"], sample["resps"]):
+        if isinstance(arguments[-1], dict):  # settings of a generation
+            requests.append({"context": arguments[0], "settings": arguments[1], "generated": answers})
+            continue
+        log_likelihood, is_greedy = answers[0] if isinstance(answers[0], tuple | list) else (answers[0], None)
         context, continuation = arguments if len(arguments) == 2 else ("", arguments[0])
         request = {"context": context, "continuation": continuation}
         requests.append({**request, "log_likelihood": float(log_likelihood), "is_greedy": is_greedy})
-    values = {name: sample[name] for name in sample["metrics"]}
-    metrics = {name: [*map(float, v)] if isinstance(v, tuple | list) else float(v) for name, v in values.items()}
-    fields = {name: sample["doc"][name] for name in FIELDS if name in sample["doc"]}
+    metrics, ending = {}, "" if sample["filter"] == "none" else f",{sample['filter']}"
+    for name in sample["metrics"]:
+        values = sample[name] if isinstance(sample[name], tuple | list) else [sample[name]]
+        if len(values) <= 2 and all(isinstance(value, int | float | np.number | np.bool_) for value in values):
+            metrics[name + ending] = [*map(float, values)] if len(values) == 2 else float(values[0])
     kept = {"doc_id": sample["doc_id"], "doc_hash": sample["doc_hash"], "metrics": metrics, "requests": requests}
-    return {**kept, "fields": fields} if fields else kept
+    document = sample["doc"]
+    is_head_task = isinstance(document, dict) and document.keys() >= {*FIELDS}
+    return {**kept, "fields": {name: document[name] for name in FIELDS}} if is_head_task else kept
 
 
 @contextlib.contextmanager

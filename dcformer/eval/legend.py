@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from .comparison import Results, why_no_average
+from .comparison import Results, is_of_other_tokens, why_no_average
 from .perplexity import PAPER_WINDOW
 from .records import Record
 from .suites import PERPLEXITY_TASKS, TABLE4_COLUMNS
@@ -33,9 +33,12 @@ def legend(results: Results, frame: pandas.DataFrame, bootstrap: Mapping[str, in
         yield "No interval: a single document has none, so the difference is undecided."
     for model, shots, records in results.groups():
         for record in records:
-            if reason := results.counterpart(record)[1]:
-                names = f"{results.names[model]} and {results.names[results.baseline or '']}"
+            other, reason = results.counterpart(record)
+            names = f"{results.names[model]} and {results.names.get(results.baseline or '')}"
+            if reason:
                 yield f"{names} are not compared on {record.task} ({shots}-shot): {reason}."
+            elif other and is_of_other_tokens(record, other, "token"):
+                yield f"{names} are compared on {record.task} per byte alone: their tokens are of different tokenizers."
         columns = [record for record in records if record.task in TABLE4_COLUMNS]
         if columns and (reasons := why_no_average(columns)):
             yield f"No average for {results.names[model]}, {shots}-shot: {', '.join(reasons)}."
@@ -78,5 +81,7 @@ def differences_from_published(record: Record) -> Iterator[str]:
         yield "documents that are not known to be the published ones"
     if "stands_in_for" in documents:
         yield "documents of another split"
+    if record.settings.stride:
+        yield f"windows of {window:,} tokens that advance by {record.settings.stride:,}"
     if record.task in PERPLEXITY_TASKS and window != PAPER_WINDOW:
         yield f"windows of {window:,} tokens, which compare with no others, nor with the paper's"

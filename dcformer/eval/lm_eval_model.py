@@ -11,6 +11,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class LogLikelihoods(TemplateLM):
     """A base of model classes for lm-eval, whatever computes the log-likelihoods; subclasses set the attributes."""
 
     tokenizer: Any
+    cache_hook: Any
     add_bos_token: bool | None = None
     custom_prefix_token_id: int | None = None
     oov_policy: str
@@ -56,7 +58,7 @@ class LogLikelihoods(TemplateLM):
         self.oov_documents: set[tuple[str, int]] = set()
         self.truncated_documents: set[tuple[str, int]] = set()
         self.scored_requests = self.input_tokens = self.computed_tokens = 0
-        self._instances: Sequence = ()
+        self._names: Sequence[tuple[str, int]] = ()  # task and document of every request
         self._window_share = (0, 1)
 
     @property
@@ -96,43 +98,52 @@ class LogLikelihoods(TemplateLM):
         return encode(self.tokenizer, string, adds_bos, self.custom_prefix_token_id)
 
     def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        self._instances = requests
+        self._names = [(request.task_name, request.doc_id) for request in requests]
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm or self.on_progress is not None)
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
         """Log-likelihoods of whole texts, every token predicted once, in windows of at most `max_length`."""
-        windows, numbers = [], []  # and the number of their request
-        for number, request in enumerate(requests):
-            pieces = harness_utils.get_rolling_token_windows(
+        windows = [
+            [(number, *harness_utils.make_disjoint_window(piece), [])]
+            for number, request in enumerate(requests)
+            for piece in harness_utils.get_rolling_token_windows(
                 self.tok_encode(request.args[0]), self.prefix_token_id, max_seq_len=self.max_length, context_len=1
             )
-            for piece in pieces:
-                windows.append((None, *harness_utils.make_disjoint_window(piece)))
-                numbers.append(number)
-        first, step = self._window_share
-        numbers = numbers[first::step]
-        self._instances = [requests[number] for number in numbers]
-        answers = self._loglikelihood_tokens(windows[first::step], disable_tqdm=disable_tqdm)
-        pairs = list(zip(numbers, answers))
-        scores: list[list[float]] = [[] for _ in requests]
-        for number, (log_likelihood, _) in itertools.chain(*self._gather(pairs)) if step > 1 else pairs:
-            scores[number].append(log_likelihood)
-        totals = [math.fsum(values) for values in scores]
+        ]
+        names = [(request.task_name, request.doc_id) for request in requests]
+        totals = self.score_windows(windows, names, disable_tqdm)
         for request, total in zip(requests, totals):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
+    def score_windows(
+        self, windows: Sequence[list[tuple]], names: Sequence[tuple[str, int]], disable_tqdm: bool = False
+    ) -> list[float]:
+        """
+        Log-likelihoods of texts, which are named by task and document. A window is read once for its parts: the number
+        of a text, token ids before its tokens, these, and the rest of the window.
+        """
+        first, step = self._window_share
+        parts = list(itertools.chain(*windows[first::step]))
+        self._names = [names[number] for number, *_ in parts]
+        answers = self._loglikelihood_tokens([(None, *part) for _, *part in parts], disable_tqdm=disable_tqdm)
+        pairs = [(number, value) for (number, *_), (value, _) in zip(parts, answers)]
+        scores: list[list[float]] = [[] for _ in names]
+        for number, value in itertools.chain(*self._gather(pairs)) if step > 1 else pairs:
+            scores[number].append(value)
+        return list(map(math.fsum, scores))
+
     def _loglikelihood_tokens(
         self, requests: list[tuple], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation and if it is greedy, from (key, context ids, continuation ids)."""
+        """Log-probability of each continuation and if it is greedy, from (key, ids before, continuation, ids after)."""
         requests = self._within_the_vocabulary(requests)
         inputs: dict[tuple[int, ...], ScoredInput] = {}
-        for index, (_, context, continuation) in enumerate(requests):
+        for index, (_, context, continuation, *rest) in enumerate(requests):
             # Requests with the same input, such as the one-token choices of a question, share it.
-            ids = tuple((context + continuation)[-self.max_length - 1 : -1])
-            # The input ends with all tokens of the continuation except the last.
-            target = Target(index, len(ids) - len(continuation), continuation)
+            ids = tuple([*context, *continuation, *itertools.chain(*rest)][-self.max_length - 1 : -1])
+            # The input ends with all tokens except the last.
+            target = Target(index, len(ids) - len(continuation) - sum(map(len, rest)), continuation)
             inputs.setdefault(ids, ScoredInput(ids)).targets.append(target)
         self.scored_requests += len(requests)
         self.input_tokens += sum(map(len, inputs))
@@ -164,8 +175,8 @@ class LogLikelihoods(TemplateLM):
     def _within_the_vocabulary(self, requests: list[tuple]) -> list[tuple]:
         """Apply `oov_policy` to ids without an embedding row, and count documents that have some or are truncated."""
         problem = None
-        for index, (_, context, continuation) in enumerate(requests):
-            largest = max((*context, *continuation), default=-1)
+        for index, (_, context, continuation, *rest) in enumerate(requests):
+            largest = max(itertools.chain(context, continuation, *rest), default=-1)
             document = self._document(index)
             if largest >= self.embedding_rows and document:
                 self.oov_documents.add(document)
@@ -176,7 +187,7 @@ class LogLikelihoods(TemplateLM):
         if self.oov_policy != "clamp":
             return requests
         last = self.embedding_rows - 1
-        return [(key, *([min(token, last) for token in ids] for ids in pair)) for key, *pair in requests]
+        return [(key, *([min(token, last) for token in ids] for ids in parts)) for key, *parts in requests]
 
     def _problem(self, largest: int, context: list[int], continuation: list[int], where: str) -> str | None:
         if largest >= self.embedding_rows and self.oov_policy != "clamp":
@@ -209,8 +220,7 @@ class LogLikelihoods(TemplateLM):
 
     def _document(self, index: int) -> tuple[str, int] | None:
         """(task, doc_id) of a request, which lm-eval does not pass with the tokens."""
-        instance = self._instances[index] if index < len(self._instances) else None
-        return None if instance is None else (instance.task_name, instance.doc_id)
+        return self._names[index] if index < len(self._names) else None
 
     def _name(self, index: int) -> str:
         document = self._document(index)
@@ -297,6 +307,31 @@ class DCFormerLM(LogLikelihoods, HFLM):
 
     def set_max_length(self, max_length: int) -> None:
         self._max_length = max_length
+
+    def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
+        """Continuations as the harness makes them; contexts that it cuts or that hold other ids are counted."""
+        self.scored_requests += len(requests)
+        for request in requests:
+            ids, settings = self.tok_encode(request.args[0]), request.args[1]
+            n_new = harness.normalize_gen_kwargs(settings, self.max_gen_toks)["max_gen_toks"]
+            if len(ids) > self.max_length - n_new:
+                self.truncated_documents.add((request.task_name, request.doc_id))
+            if max(ids, default=-1) >= self.embedding_rows:
+                self.oov_documents.add((request.task_name, request.doc_id))
+        hook, done, on_progress = self.cache_hook, itertools.count(1), self.on_progress
+        if on_progress is None:
+            return super().generate_until(requests, disable_tqdm)
+
+        def report(*answer: Any) -> None:
+            hook.add_partial(*answer)
+            on_progress(next(done), len(requests))
+
+        on_progress(0, len(requests))
+        self.cache_hook = SimpleNamespace(add_partial=report)  # gets every answer
+        try:
+            return super().generate_until(requests, disable_tqdm=True)
+        finally:
+            self.cache_hook = hook
 
     def tok_batch_encode(
         self,

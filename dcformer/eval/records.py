@@ -22,12 +22,13 @@ import dcformer
 
 from ..common.files import find_damage, json_digest, make_manifest, write_atomically
 from ..common.hub import find_commit
-from .suites import HEAD_TASKS, PREFIX, TABLE4_COLUMNS
+from .suites import HEAD_TASKS, PREFIX, TABLE4_COLUMNS, harness_name
 from .task_data import files_fingerprint
 
 
 _RUN_AGAIN = "Its task has to run again."
 _LONGEST_NAME = 255  # bytes of a file's name on most disks
+_LONGEST_TASK = 200
 
 
 class DamagedRecordError(ValueError):
@@ -42,6 +43,7 @@ class Settings:
     task_version: float | None = None
     data: str | None = None  #: hash of the files, or their source with its revision
     num_fewshot: int = 0
+    stride: int | None = None  #: tokens by which windows of a text advance
     model: str | None = None  #: hash of the weights, or their commit on the Hub
     model_type: str | None = None
     tokenizer: str | None = None  #: hash
@@ -61,11 +63,11 @@ class Record:
     """The result of a model on a task."""
 
     model: str  #: its name as it was given, with `@` and the revision if that is not `main`
-    task: str  #: column of the paper's table (`"piqa"`) or another task of ours (`"head_tasks"`, `"pile_ppl"`)
+    task: str  #: column of the paper's table (`"piqa"`), another task of ours or of lm-eval, or `"text/"` and a path
     num_fewshot: int
     metrics: dict[
         str, dict[str, Any]
-    ]  #: name -> its `value` and `stderr`, which may be `None`; accuracies as fractions
+    ]  #: name (or `name,filter`) -> its `value` and `stderr`, which may be `None`; accuracies as fractions
     num_samples: int  #: documents that were scored
     num_documents: int  #: documents that the task has; more than `num_samples` if a limit was set
     settings: Settings = field(default_factory=Settings)
@@ -84,22 +86,22 @@ class Record:
         return self.observed.get("documents", {})
 
 
-def model_folder(model: str) -> str:
+def model_folder(model: str, longest: int = _LONGEST_NAME) -> str:
     """
     Folder of a model's records: its name with `__` for slashes and other characters that have a meaning in paths.
 
-    It ends in digits of a hash where it would be too long, or not the name's alone.
+    It ends in digits of a hash where it would be longer than `longest` bytes, or not the name's alone.
     """
     name = model.strip("/")
     folder = "".join(c if c.isalnum() or c in "-_.+@" else "__" for c in name)
-    if folder.replace("__", "/") == name and folder.strip(".") and len(os.fsencode(folder)) <= _LONGEST_NAME:
+    if folder.replace("__", "/") == name and folder.strip(".") and len(os.fsencode(folder)) <= longest:
         return folder
     digits = hashlib.sha256(os.fsencode(name)).hexdigest()[:12]
-    return f"{os.fsencode(folder)[-_LONGEST_NAME // 2 :].decode(errors='ignore')}-{digits}"
+    return f"{os.fsencode(folder)[-longest // 2 :].decode(errors='ignore')}-{digits}"
 
 
 def record_path(output: str | os.PathLike, model: str, task: str, num_fewshot: int) -> Path:
-    return Path(output) / model_folder(model) / f"{task}-{num_fewshot}shot.json"
+    return Path(output) / model_folder(model) / f"{model_folder(task, _LONGEST_TASK)}-{num_fewshot}shot.json"
 
 
 def samples_path(record: Path) -> Path:
@@ -112,9 +114,11 @@ def write_record(output: str | os.PathLike, record: Record, samples: list[dict])
     path.parent.resolve().mkdir(parents=True, exist_ok=True)
     samples_file = samples_path(path)
     write_atomically(samples_file, "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples))
-    name, metrics = PREFIX + record.task, dict[str, float | None]()
+    name, metrics = harness_name(record.task), dict[str, float | None]()
     for metric, measured in record.metrics.items():
-        metrics |= {f"{metric},none": measured["value"], f"{metric}_stderr,none": measured.get("stderr")}
+        metric, _, filtered = metric.partition(",")
+        for key, value in ((metric, measured["value"]), (f"{metric}_stderr", measured.get("stderr"))):
+            metrics[f"{key},{filtered or 'none'}"] = value
     content = {
         "model_name": record.model,
         "results": {name: {"alias": name, **metrics}},
@@ -144,19 +148,22 @@ def read_record(path: Path) -> Record:
     if content.pop("sha256", None) != json_digest({**content, "timings": None}):
         raise DamagedRecordError(f"{str(path)!r} was changed: its SHA-256 is not the one that it states. {_RUN_AGAIN}")
     ((name, results),) = content["results"].items()
-    metrics = [key.removesuffix(",none") for key in results if key.endswith(",none") and "_stderr," not in key]
-    task, num_fewshot = name.removeprefix(PREFIX), content["n-shot"][name]
-    if path.name != (expected := f"{task}-{num_fewshot}shot.json"):  # the task may contain folders, as an attack
+    metrics = {}
+    for key in [key for key in results if "," in key and "_stderr," not in key]:
+        metric, _, filtered = key.partition(",")
+        stderr = results[f"{metric}_stderr,{filtered}"]
+        metrics[key.removesuffix(",none")] = {"value": results[key], "stderr": stderr}
+    num_fewshot, tasks = content["n-shot"][name], [name.removeprefix(PREFIX), name]
+    files = {record_path("", content["model_name"], task, num_fewshot).name: task for task in reversed(tasks)}
+    if path.name not in files:  # the task may contain folders, as an attack
+        expected = f"{tasks[0]}-{num_fewshot}shot.json"
         raise DamagedRecordError(f"{str(path)!r} is a copy of {expected!r}. {_RUN_AGAIN}")
     known = {setting.name for setting in fields(Settings)}
     return Record(
         content["model_name"],
-        task,
+        files[path.name],
         num_fewshot,
-        {
-            metric: {"value": results[f"{metric},none"], "stderr": results[f"{metric}_stderr,none"]}
-            for metric in metrics
-        },
+        metrics,
         num_samples=content["n-samples"][name]["effective"],
         num_documents=content["n-samples"][name]["original"],
         settings=Settings(**{key: value for key, value in content["settings"].items() if key in known}),

@@ -46,7 +46,7 @@ class Difference:
 
 def is_perplexity(metric: str) -> bool:
     """True if a metric is an exponential of a mean, so that its logarithm is compared."""
-    return metric.endswith("perplexity")
+    return metric.partition(",")[0].endswith("perplexity")  # after a comma the filter of answers
 
 
 def accuracy_stderr(accuracy: float, count: int) -> float:
@@ -72,8 +72,8 @@ def paired_difference(
 
     Args:
         tasks: Task -> samples (see [`read_samples`]) of the model and of the baseline, in any order. The metric of a
-            sample is a number, or for perplexities and `bits_per_byte` the pair of a log-likelihood (nats) and the
-            number of tokens or bytes.
+            sample is a number, or for perplexities, `nats_per_token` and `bits_per_byte` the pair of a log-likelihood
+            (nats) and the number of tokens or bytes.
         seed (defaults to 0): Seed of the bootstrap.
         resamples (defaults to 10,000): Number of its resamples.
 
@@ -147,7 +147,8 @@ def _by_document(samples: Sequence[Mapping]) -> dict[tuple[str, int], Mapping]:
 
 def _sums_by_document(samples: Sequence[Mapping], metric: str) -> dict[Any, tuple[float, float]]:
     """Document -> `(measured, per)`; a plain number is per document, and all questions of a text are one document."""
-    scale = -1.0 if is_perplexity(metric) else -1 / math.log(2) if metric == "bits_per_byte" else 1.0
+    is_loss = is_perplexity(metric) or metric == "nats_per_token"
+    scale = -1.0 if is_loss else -1 / math.log(2) if metric == "bits_per_byte" else 1.0
     sums: dict[Any, tuple[float, float]] = {}
     for key, sample in _by_document(samples).items():
         value, document = sample["metrics"][metric], sample["fields"]["document"] if "fields" in sample else key

@@ -4,8 +4,11 @@ In lm-eval the names have a prefix, so that they differ from lm-eval's tasks; he
 none.
 """
 
+import functools
+import itertools
+import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from .task_data import TABLE4_COLUMNS, import_extra
 
 
 PREFIX = "dcformer_"
+OTHERS = "lm_eval_"  # begins names of tasks of lm-eval that would otherwise be names of this package
 # The authors' texts of head tasks, with 2 to 7 examples before the answer.
 AUTHORS_TASKS = tuple(f"head_tasks_authors_k{shots}" for shots in range(2, 8))
 HEAD_TASKS = ("head_tasks", *AUTHORS_TASKS)
@@ -67,25 +71,105 @@ def _described() -> dict[str, str]:
     return described
 
 
-def find_tasks(suite: str | Sequence[str] = "table4", tasks: str | Iterable[str] | None = None) -> tuple[str, ...]:
+def find_tasks(
+    suite: str | Sequence[str] = "table4",
+    tasks: str | Iterable[str] | None = None,
+    include_path: str | os.PathLike | None = None,
+) -> tuple[str, ...]:
     """
     Names of the tasks to run, without duplicates.
 
     Args:
         suite (defaults to `"table4"`): Suites, as a list or separated by commas.
-        tasks (*optional*): Tasks or suites, run instead of `suite`; with or without the prefix `dcformer_`.
+        tasks (*optional*): Tasks or suites, run instead of `suite`; with or without the prefix `dcformer_`. Other names
+            are of tasks, groups and tags of lm-eval; where it shares a name with this package, its task is `lm_eval_`
+            and the name.
+        include_path (*optional*): A folder with further tasks of lm-eval, in YAML.
 
     Raises:
         ValueError: for an unknown name; the message lists the known ones.
     """
-    kind, names, known = "suite", _split(suite), SUITES
+    return tuple(find_entries(suite, tasks, include_path))
+
+
+def find_entries(
+    suite: str | Sequence[str], tasks: str | Iterable[str] | None, include_path: str | os.PathLike | None
+) -> dict[str, Any]:
+    """The tasks of `find_tasks`, each with its `cfg` and `yaml_path` as lm-eval's index has them."""
+    kind, known, names = "suite", SUITES, _split(suite)
     if tasks is not None:
-        kind, names = "task", [name.removeprefix(PREFIX) for name in _split(tasks)]
-        known = {**SUITES, **{task: (task,) for task in _described()}}
+        kind, known, names = "task", {**SUITES, **{task: (task,) for task in _described()}}, _split(tasks)
+    ours, included, found = task_manager().task_index, _included(include_path), dict[str, Any]()
     for name in names or [""]:
-        if name not in known:
-            raise ValueError(f"There is no {kind} {name!r}; choose from {', '.join(known)}.")
-    return tuple(dict.fromkeys(task for name in names for task in known[name]))
+        if name in known and name in included:
+            raise ValueError(
+                f"There are two tasks {name!r}: {PREFIX}{name} is of this package, {OTHERS}{name} in {include_path!r}."
+            )
+        if (short := name.removeprefix(PREFIX)) in known:
+            found |= {task: ours[PREFIX + task] for task in known[short]}
+        elif leaves := _leaves(name, included) if kind == "task" and name else []:
+            taken = {*known, "average", *task_data.SOURCES}  # also names that reports and cards give a meaning
+            found |= {OTHERS + leaf.name if leaf.name in taken else leaf.name: leaf for leaf in leaves}
+        else:
+            more = ", from lm-eval's (`dcformer lm-eval ls tasks`) and .yaml files of --include-path"
+            raise ValueError(
+                f"There is no {kind} {name!r}; choose from {', '.join(known)}{more if kind == 'task' else ''}."
+                f"{_unread(include_path)}"
+            )
+    return found
+
+
+def _leaves(name: str, included: Mapping[str, Any]) -> list[Any]:
+    """The tasks that a name of lm-eval stands for: itself, or the members of a group or a tag."""
+    entry = next((index()[n] for index in (lambda: included, _of_lm_eval) for n in _spelt(name) if n in index()), None)
+    if entry is None or entry.kind.name not in ("GROUP", "TAG"):
+        return [] if entry is None else [entry]
+    members = sorted(entry.tags) or entry.cfg["task"]
+    fields = import_extra("lm_eval.tasks._factory").GROUP_FIELD_NAMES
+    if (entry.cfg or {}).keys() - fields - {"tag"} or not all(isinstance(member, str) for member in members):
+        raise ValueError(f"The group {name!r} has settings for its tasks; name these, or use `dcformer lm-eval`.")
+    leaves = [_leaves(member, included) for member in members]
+    if [] in leaves:
+        raise ValueError(f"There is no task {members[leaves.index([])]!r}, which {name!r} names.")
+    return list(itertools.chain(*leaves))
+
+
+def _spelt(name: str) -> tuple[str, str]:
+    return name, name.removeprefix(OTHERS)
+
+
+@functools.cache
+def _of_lm_eval() -> Mapping[str, Any]:
+    """The index of lm-eval's own tasks, for which it reads thousands of files."""
+    return import_extra("lm_eval.tasks").TaskManager().task_index
+
+
+def _included(include_path: str | os.PathLike | None) -> Mapping[str, Any]:
+    if include_path is None:
+        return {}
+    if not Path(include_path).is_dir():
+        raise FileNotFoundError(f"There is no folder {os.fspath(include_path)!r}, as --include-path names.")
+    return import_extra("lm_eval.tasks").TaskManager(include_path=include_path, include_defaults=False).task_index
+
+
+def _unread(include_path: str | os.PathLike | None) -> str:
+    """A sentence on a file that lm-eval passes over since it cannot read it, if there is one."""
+    for file in sorted(Path(include_path).rglob("*.yaml")) if include_path else ():
+        try:
+            import_extra("lm_eval.tasks._yaml_loader").load_yaml(file, resolve_func=False)
+        except Exception as error:  # of YAML, of Python, of a file that is not there
+            return f" {str(file)!r} cannot be read: {error}"
+    return ""
+
+
+def is_ours(task: str) -> bool:
+    """True if a task is of this package."""
+    return (tasks_folder() / f"{PREFIX}{task}.yaml").is_file()
+
+
+def harness_name(task: str) -> str:
+    """The name of a task in lm-eval's results."""
+    return PREFIX + task if is_ours(task) else task
 
 
 def _split(names: str | Iterable[str]) -> list[str]:

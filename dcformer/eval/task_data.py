@@ -14,6 +14,7 @@ import fnmatch
 import functools
 import glob
 import hashlib
+import inspect
 import io
 import json
 import logging
@@ -107,20 +108,41 @@ def import_extra(name: str) -> Any:
     return import_optional(name, "Evaluation", "eval")
 
 
-def data_fingerprint(data_dir: str | os.PathLike | None, task: str, definition: Mapping[str, Any] | None = None) -> str:
+def data_fingerprint(data_dir: str | os.PathLike | None, task: str, definition: Path | None = None) -> str:
     """
-    The data of a result: `"sha256:..."` of the files in the task's folder, or of the definition and the local files
-    that it names, or the source with its revision.
+    The data of a result: `"sha256:..."` of the files in the task's folder, or of its definition, or the source with its
+    revision.
     """
     source = source_of(task)
-    if source.address == _DEFINITION:
-        return files_fingerprint([TASKS_FOLDER / f"dcformer_{task}.yaml", *_files_of_definition(definition or {})])
+    if definition is not None and (source.address == _DEFINITION or definition.parent != TASKS_FOLDER):
+        return files_fingerprint(_files_of_definition(definition))
     if data_dir is None or source.address == "generated":
         return f"{source}@{source.revision or source.hash or 'main'}"
     return files_fingerprint(data_files(Path(data_dir, data_folder(task, data_dir))))
 
 
-def _files_of_definition(definition: Mapping[str, Any]) -> list[Path]:
+def _files_of_definition(file: Path) -> list[Path]:
+    """The files of a task of lm-eval: its YAML, those that it includes, their Python, and local data that it names."""
+    load_yaml = import_extra("lm_eval.tasks._yaml_loader").load_yaml
+    definition, texts = load_yaml(file), [file]
+    for text in texts:  # which grows
+        included = load_yaml(text, resolve_func=False, recursive=False).get("include") or ()
+        texts += [text.parent / name for name in ([included] if isinstance(included, str) else included)]
+    # The functions' files, and those beside the YAML that they may import.
+    python = {*map(Path, _sources(definition)), *(path for text in texts for path in text.parent.glob("*.py"))}
+    return [*texts, *sorted(python), *_data_of_definition(definition)]
+
+
+def _sources(value: Any) -> Iterator[str]:
+    """The files of all functions and classes in nested values."""
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _sources(part)
+    elif inspect.isfunction(value) or inspect.isclass(value):
+        yield inspect.getfile(value)
+
+
+def _data_of_definition(definition: Mapping[str, Any]) -> list[Path]:
     """The local files that a task of lm-eval reads: a pattern, or several, perhaps by split, or all of a folder."""
     options = definition.get("dataset_kwargs") or {}
     named = options.get("data_files") or ()

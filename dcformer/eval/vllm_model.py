@@ -119,12 +119,12 @@ class VLLMLM(LogLikelihoods):
     def _score(
         self, inputs: Sequence[ScoredInput], requests: Sequence[tuple], override_bs: int | None
     ) -> Iterator[list[Score]]:
-        most = self.most_targets
-        pieces = [
-            ScoredInput(scored.ids, scored.targets[start : start + most])
-            for scored in inputs
-            for start in range(0, len(scored.targets), most)
-        ]
+        most, pieces = self.most_targets, []
+        for scored in inputs:
+            for end, ending in itertools.groupby(scored.targets, key=lambda target: target.first + len(target.ids)):
+                targets = list(ending)
+                for start in range(0, len(targets), most):
+                    pieces.append(ScoredInput(scored.ids[:end], targets[start : start + most]))
         self.input_tokens += sum(len(piece.ids) for piece in pieces) - sum(len(scored.ids) for scored in inputs)
         # The cache must hold nothing but prefixes of these inputs, for which `which_may_read` decides.
         self.llm.reset_prefix_cache()

@@ -273,7 +273,9 @@ def test_answers_are_those_of_the_harness(kind, adds_bos, tmp_path):
         lengths = {("question", number): len(ours.tok_encode("".join(pair))) for number, pair in enumerate(pairs)}
         assert ours.truncated_documents == {pair for pair, length in lengths.items() if length > POSITIONS + 1}
         assert ours.cached_tokens > 0 and get_model("dcformer") is type(ours)
+        ours.start_counting(lambda *_: None)
         texts_after = ours.generate_until(asked, disable_tqdm=True)
+        assert ours.truncated_documents == {("question", 1)} and ours.counts()["requests"] == 3
         assert texts_after == harness.generate_until(asked, disable_tqdm=True)
         context, (first, *more) = next((t, a.split()) for (t, _), a in zip((r.args for r in asked), texts_after) if a)
         greedy = [(context, f" {first} {' '.join(more)}".rstrip()), (context, f" {first} w3 w4")]
@@ -306,6 +308,7 @@ def test_contexts_of_generations_obey_the_policy_too(kind, tmp_path):
         asked = instances([(each, {"until": ["w2"], "max_gen_toks": 5}) for each in ("w5", text, "w3 w4 w5")])
         scorer = DCFormerLM(model, tokenizer=word_tokenizer(pad_token="w66"), oov_policy="clamp", batch_size=2)
         answers.append(scorer.generate_until(asked, disable_tqdm=True))
+        assert scorer.oov_documents == ({("question", 1)} if "w44" in text else set())
     assert answers[0] == answers[1] and len(set(answers[0])) > 1
     model.set_output_embeddings(torch.nn.Linear(1, 8))
     assert prefixes.Scorer(model, shares=False).rows == 8  # what it can read and predict

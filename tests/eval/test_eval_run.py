@@ -407,14 +407,20 @@ def test_without_a_package_of_its_extra_a_command_names_the_extra(start, model, 
 
 
 def evaluate_as_one_of_two(rank, options):
-    assert len(evaluate(**options)) == (0 if rank else 3)
+    assert len(evaluate(**options)) == (0 if rank else 4)
 
 
 def test_two_processes_write_what_one_does(start, model, data, fixtures, tmp_path):
     from accelerate.state import AcceleratorState, PartialState
 
     options = {"models": model, "tasks": "piqa,head_tasks,wikitext2_ppl", "limit": 3, "dtype": "float32"}
-    options |= {"device": "cpu", "data_dir": str(tmp_path / "both"), "max_length": 64}
+    options |= {
+        "device": "cpu",
+        "data_dir": str(tmp_path / "both"),
+        "max_length": 64,
+        "stride": 16,
+        "text": str(tmp_path / "both" / "wikitext2"),
+    }
     shutil.copytree(data, tmp_path / "both")
     shutil.copytree(fixtures / "benchdata" / "wikitext2", tmp_path / "both" / "wikitext2")
     AcceleratorState._reset_state(True)
