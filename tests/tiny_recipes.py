@@ -27,7 +27,7 @@ TINY_RECIPE = {
         "logging_steps": 2,
         "evaluation_steps": 4,
         "save_steps": 3,
-        "tensorboard": False,
+        "report_to": "none",
     },
 }
 

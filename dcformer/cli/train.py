@@ -29,6 +29,9 @@ def train_command(
     resume: Annotated[
         bool, typer.Option(help="Resume from the last complete checkpoint, or remove checkpoints and start over.")
     ] = True,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what the run will do, and measure a step and an evaluation.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Train the model or the sweep of a recipe. The same command resumes it after a stop."""
@@ -38,13 +41,22 @@ def train_command(
         loaded = load_recipe(recipe, overrides or ())
         if output is not None:
             loaded = replace(loaded, output=output)
+        runs = [loaded]
         if loaded.sweep is not None:
-            from ..experiments import run_sweep
+            from ..experiments import plan_sweep, run_sweep
 
-            run_sweep(loaded, resume=resume)
+            if not dry_run:
+                run_sweep(loaded, resume=resume)
+                return
+            sweep, planned = plan_sweep(loaded)
+            runs = [run.recipe for run in sweep.chosen(planned) if run.seed == sweep.seeds[0]]
+        if dry_run:
+            with quiet_libraries(messages=False, datasets=True):
+                for run in runs:
+                    train(replace(run, sweep=None), on_message=print_line, dry_run=True)
             return
-        with quiet_libraries(messages=False, datasets=True), _progress(loaded.name) as on_progress:
-            result = train(loaded, resume=resume, on_progress=on_progress)
+        with quiet_libraries(messages=False, datasets=True), _progress(loaded.name) as (on_progress, on_message):
+            result = train(loaded, resume=resume, on_progress=on_progress, on_message=on_message)
         if is_first_process():
             print_line(_summary(result))
 
@@ -60,8 +72,8 @@ def _summary(result: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _progress(name: str) -> Iterator[Callable[[int, int, dict[str, float]], None]]:
-    """A bar on stderr; if that is no terminal, a line for every record of the log."""
+def _progress(name: str) -> Iterator[tuple[Callable[[int, int, dict[str, float]], None], Callable[[str], None]]]:
+    """A bar on stderr; if that is no terminal, a line for every record of the log. Messages are lines in both cases."""
     from rich.progress import MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
 
     counters = (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
@@ -79,4 +91,4 @@ def _progress(name: str) -> Iterator[Callable[[int, int, dict[str, float]], None
                 printed = record  # a step may have a record of its loss and one of an evaluation
                 console.print(f"step {record['step']} of {total}: {text}", soft_wrap=True)
 
-        yield update
+        yield update, lambda text: bar.console.print(text, soft_wrap=True)

@@ -35,7 +35,7 @@ RESULT, RESULTS, PLOT = "result.json", "results.json", "sweep.png"
 # Keys of a recipe that no result depends on, except by rounding for implementations and compiling.
 MOVES_NO_RESULT = ("name", "output", "sweep", "model.attn_implementation") + tuple(
     f"training.{key}"
-    for key in ("tokens", "max_steps", "compile", "compile_mode", "save_steps", "keep_checkpoints", "tensorboard")
+    for key in ("tokens", "max_steps", "compile", "compile_mode", "save_steps", "keep_checkpoints", "report_to")
 )
 
 OnProgress = Callable[[str, int, int, dict[str, float]], None]

@@ -1,5 +1,5 @@
 """
-The rows of a recipe: its documents, tokenised and packed into rows of one length.
+The rows of a recipe: its documents, tokenised and packed into rows of one length; and a tokenizer of these documents.
 
 A row holds documents, or parts of them, one after another. Position ids restart at 0 with every document, by which
 Transformers and our masks let a token see its document only. The label of a document's first token is -100, so that
@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
 from datasets.exceptions import DatasetGenerationError
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.utils.data import Sampler
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..common.files import json_digest
 from ..loading import fingerprint_tokenizer
 from .documents import read_documents
-from .recipe import DataRecipe
+from .recipe import DataRecipe, TokenizerRecipe
 
 
 Document = tuple[Sequence[int], Sequence[int]]  # token ids and labels
@@ -52,6 +53,20 @@ def build_datasets(
     except DatasetGenerationError as error:
         # The message of datasets says only that there was an error.
         raise error.__cause__ or error from error
+
+
+def train_tokenizer(recipe: TokenizerRecipe, data: DataRecipe) -> PreTrainedTokenizerFast:
+    """Train byte-level BPE, which gives back every text, on the training data; the same data give the same tokens."""
+    tokenizer, end = Tokenizer(models.BPE()), "<|endoftext|>"
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)  # to those of words, which answers cover
+    tokenizer.decoder = decoders.ByteLevel()
+    options = {"special_tokens": [end], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    documents = itertools.islice(read_documents(data, seed=0), recipe.documents)
+    texts = (document[data.text_column] or "" for document in documents)
+    pieces = (text[at : at + _CHARACTERS_AT_ONCE] for text in texts for at in range(0, len(text), _CHARACTERS_AT_ONCE))
+    tokenizer.train_from_iterator(pieces, trainers.BpeTrainer(vocab_size=recipe.train, show_progress=False, **options))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=end, eos_token=end)
 
 
 def pack(

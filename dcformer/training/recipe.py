@@ -94,6 +94,22 @@ class DataRecipe:
 
 
 @dataclass(frozen=True)
+class TokenizerRecipe:
+    """The `tokenizer:` mapping of a recipe: a new one is trained on the recipe's own training data."""
+
+    train: int  #: number of tokens, the 256 bytes and the end of text among them
+    kind: str = "bpe"  #: byte-level BPE, as GPT-2's and Pythia's
+    documents: int | None = None  #: the first so many documents; `None`: all
+
+    def __post_init__(self) -> None:
+        if self.kind != "bpe":  # others do not give back every text, or differ with the number of threads
+            raise ValueError(f"tokenizer.kind must be 'bpe', got {self.kind!r}; train others with `tokenizers`.")
+        for name, least in (("train", 257), ("documents", 1)):
+            if (count := getattr(self, name)) is not None and count < least:
+                raise ValueError(f"tokenizer.{name} must be at least {least}, got {count}.")
+
+
+@dataclass(frozen=True)
 class TrainingRecipe:
     """The `training:` mapping of a recipe. Defaults are the paper's where it names them (section 4, appendix C)."""
 
@@ -126,7 +142,9 @@ class TrainingRecipe:
     save_steps: int = 1000  #: steps between checkpoints; there is one at the end too
     keep_checkpoints: int = 2  #: checkpoints to keep, the newest
     fsdp: bool = False  #: divide parameters and optimiser state among the processes (FSDP2)
-    tensorboard: bool = True  #: log for TensorBoard as well, if it is installed
+    #: a tracker of Transformers' Trainer, or a list: `wandb`, `trackio`, `mlflow` and others, `all`, `none`; `None`:
+    #: `tensorboard`, if it is installed
+    report_to: list[str] | None = None
 
     def __post_init__(self) -> None:
         if (self.tokens is None) == (self.max_steps is None):
@@ -172,7 +190,8 @@ class TrainingRecipe:
 class Recipe:
     """A checked recipe."""
 
-    tokenizer: str  #: folder, bundled model or name on the Hub; `"head_tasks"` for that of the head tasks
+    #: folder, bundled model or name on the Hub; `"head_tasks"` for that of the head tasks; or a `TokenizerRecipe`
+    tokenizer: Any
     data: DataRecipe
     training: TrainingRecipe
     #: `preset` or `pretrained` (or neither), `attn_implementation`, fields of the configuration, and
@@ -188,6 +207,7 @@ class Recipe:
         _check_model(self.model)
         if not self.output:
             raise ValueError("output must name a folder, got ''.")
+        _check_tokenizer(self)
         attention = self.model.get("attn_implementation") or ""
         if "flash" in attention and self.data.packing != "none" and self.training.per_device_batch_size > 1:
             # It finds documents by their position ids in batches of one row only, and silently ignores them in others.
@@ -199,11 +219,16 @@ class Recipe:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Recipe:
         """Read a recipe from a mapping like that of a YAML file without `extends`; errors as of `load_recipe`."""
-        values = dict(values)
+        values, schema = dict(values), OmegaConf.structured(cls)
         if isinstance(values.get("data"), Mapping):
             values["data"] = _with_evaluation(values["data"])
+        if isinstance(values.get("training"), Mapping):
+            values["training"] = _with_trackers(values["training"])
+        if isinstance(values.get("tokenizer"), Mapping):
+            OmegaConf.set_readonly(schema, False)
+            schema.tokenizer = OmegaConf.structured(TokenizerRecipe)
         try:
-            return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values))
+            return OmegaConf.to_object(OmegaConf.merge(schema, values))
         except omegaconf.errors.OmegaConfBaseException as error:
             sentence = str(error).partition("\n")[0].rstrip(".")  # the rest names types of OmegaConf
             if isinstance(error, omegaconf.errors.ConfigKeyError) and not sentence.endswith("?"):
@@ -342,6 +367,35 @@ def _with_evaluation(data: Mapping[str, Any]) -> Mapping[str, Any]:
     else:
         inherited.pop("lines", None)
     return {**data, "evaluation": {**inherited, **evaluation}}
+
+
+def _with_trackers(training: Mapping[str, Any]) -> dict[str, Any]:
+    """`training:` with a list of trackers; `tensorboard`, which older recipes have, counts where there is none."""
+    training = dict(training)
+    if training.pop("tensorboard", True) is False:
+        training.setdefault("report_to", "none")
+    if isinstance(training.get("report_to"), str):
+        training["report_to"] = [training["report_to"]]
+    return training
+
+
+def _check_tokenizer(recipe: Recipe) -> None:
+    """Raise ValueError for a tokenizer that is neither a name nor one that can be trained for this recipe."""
+    tokenizer, data, rows = recipe.tokenizer, recipe.data, recipe.model.get("vocab_size")
+    if isinstance(tokenizer, str):
+        return
+    if not isinstance(tokenizer, TokenizerRecipe):
+        raise ValueError(f"tokenizer must be a name, a folder or a mapping such as {{train: 8192}}, got {tokenizer!r}.")
+    if data.source == HEAD_TASKS:
+        raise ValueError(
+            f"tokenizer.train is for texts, and {HEAD_TASKS} have a tokenizer; set tokenizer={HEAD_TASKS}."
+        )
+    if data.streaming and tokenizer.documents is None and data.documents is None:
+        raise ValueError("tokenizer.documents is missing; say from how many streamed documents to train a tokenizer.")
+    if (name := recipe.model.get("pretrained")) is not None:
+        raise ValueError(f"tokenizer.train makes ids that the weights of model.pretrained {name!r} do not know.")
+    if rows is not None and rows < tokenizer.train:
+        raise ValueError(f"model.vocab_size must be at least tokenizer.train, {tokenizer.train}, got {rows}.")
 
 
 _CLASSES = {"data": DataRecipe, "training": TrainingRecipe, "model": DCFormerConfig}

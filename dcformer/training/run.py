@@ -3,13 +3,18 @@
 import contextlib
 import json
 import logging
+import os
+import secrets
 import shutil
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
+from transformers.integrations import TensorBoardCallback, WandbCallback
 
 from ..common.files import file_lock, json_digest, read_sealed, write_atomically
 from ..common.hub import find_commit
@@ -17,12 +22,13 @@ from ..common.processes import count_processes, in_first_process
 from ..head_tasks import build_tokenizer as build_head_tasks_tokenizer
 from ..loading import find_folder, fingerprint_tokenizer, load_tokenizer, refuse_without_model
 from . import run_files
-from .data import build_datasets
+from .data import build_datasets, train_tokenizer
 from .documents import fingerprint_documents, fingerprint_files
-from .recipe import HEAD_TASKS, OmegaConf, Recipe, build_config, first_difference
+from .plan import RunPlan, describe_run, measure_run
+from .recipe import HEAD_TASKS, OmegaConf, Recipe, TokenizerRecipe, build_config, first_difference
 from .run_files import COMPOSITION_FILE, FINAL, LOCK_FILE, RECIPE_FILE, UNFINISHED
 from .summary import plot_losses, write_training_card
-from .trainer import OnProgress, RecipeTrainer, training_arguments
+from .trainer import OnProgress, RecipeTrainer, make_trackers, training_arguments
 
 
 # Keys that may change when a run is resumed, since no loss depends on them; the steps are compared instead of `tokens`
@@ -31,7 +37,7 @@ _MAY_CHANGE = ("name", "output", "sweep", "data.evaluation") + tuple(
     f"training.{key}"
     for key in (
         *("tokens", "max_steps", "per_device_batch_size", "gradient_checkpointing", "compile", "compile_mode"),
-        *("logging_steps", "evaluation_steps", "save_steps", "keep_checkpoints", "tensorboard"),
+        *("logging_steps", "evaluation_steps", "save_steps", "keep_checkpoints", "report_to"),
     )
 )
 
@@ -40,7 +46,13 @@ _WAYS_OUT = "give another output, or start over with --no-resume (resume=False)"
 logger = logging.getLogger(__name__)
 
 
-def train(recipe: Recipe, resume: bool = True, on_progress: OnProgress | None = None) -> dict[str, Any]:
+def train(
+    recipe: Recipe,
+    resume: bool = True,
+    on_progress: OnProgress | None = None,
+    on_message: Callable[[str], None] | None = None,
+    dry_run: bool = False,
+) -> dict[str, Any]:
     """
     Train a model, or resume a run that was stopped.
 
@@ -50,6 +62,9 @@ def train(recipe: Recipe, resume: bool = True, on_progress: OnProgress | None = 
         resume: Resume from the newest complete checkpoint in `recipe.output`. Otherwise the run removes the
             checkpoints there and starts over.
         on_progress: Called after every step with steps done, all steps, the last record of the log.
+        on_message: Called by the first process with lines that say what comes next, and what the run will do.
+        dry_run: Measure a step and an evaluation instead, without a look at `recipe.output`, and return the fields of
+            [`RunPlan`].
 
     Returns:
         `folder` of the model, `steps`, `loss` (of the last record), `evaluation_loss` and `perplexity` (`None` without
@@ -67,7 +82,16 @@ def train(recipe: Recipe, resume: bool = True, on_progress: OnProgress | None = 
     if recipe.training.fsdp and processes == 1:
         raise ValueError("training.fsdp needs several processes; start it with torchrun, or set training.fsdp=false.")
     arguments = training_arguments(recipe, processes)
+    trackers = make_trackers(arguments)
+    say = on_message if on_message is not None and arguments.process_index == 0 else lambda _: None
     set_seed(recipe.seed)
+    if dry_run:
+        tokenizer, *rows, plan = _prepare(recipe, arguments, None, say)
+        say("Taking a step and an evaluation")
+        plan = measure_run(plan, recipe, _build_model(recipe, tokenizer), tokenizer, *rows)
+        say(plan.describe_time())
+        return asdict(plan)
+    say(f"Reading {recipe.output}, {recipe.data.source} and the tokenizer")
     with contextlib.ExitStack() as stack:
 
         def open_folder() -> tuple[Path | None, dict[str, str]]:
@@ -77,14 +101,17 @@ def train(recipe: Recipe, resume: bool = True, on_progress: OnProgress | None = 
         checkpoint, fingerprints = in_first_process(open_folder)
         trained = run_files.step_of(checkpoint)
         if trained < recipe.training.steps:
-            tokenizer = build_tokenizer(recipe.tokenizer)
-            with arguments.main_process_first(desc="preparing data"):
-                train_rows, evaluation_rows = build_datasets(recipe.data, tokenizer, recipe.seed)
+            tokenizer, *rows, _ = _prepare(recipe, arguments, checkpoint, say)
+            if isinstance(recipe.tokenizer, TokenizerRecipe):
+                fingerprints["tokenizer"] = fingerprint_tokenizer(tokenizer)
+            known = {} if checkpoint is None else read_sealed(checkpoint / run_files.MARKER)
+            run_id = known.get("run_id", secrets.token_hex(4))
             in_first_process(lambda: _prepare_folder(recipe, output, resume, trained))
+            arguments.run_name = f"{recipe.name}-{run_id}"
+            in_first_process(lambda: _continue_trackers(trackers, arguments, output, trained, stack))
             model = _build_model(recipe, tokenizer)
-            trainer = RecipeTrainer(recipe, model, arguments, tokenizer, train_rows, evaluation_rows, on_progress)
-            _log_for_tensorboard(trainer, trained)
-            trainer.checkpoint, trainer.fingerprints = checkpoint, fingerprints
+            trainer = RecipeTrainer(recipe, model, arguments, tokenizer, *rows, trackers, on_progress)
+            trainer.checkpoint, trainer.marks = checkpoint, {"fingerprints": fingerprints, "run_id": run_id}
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
             trainer.accelerator.wait_for_everyone()
             checkpoint = trainer.checkpoint
@@ -108,21 +135,31 @@ def train(recipe: Recipe, resume: bool = True, on_progress: OnProgress | None = 
     }
 
 
-def build_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a recipe: as [`load_tokenizer`] finds it, or `"head_tasks"`."""
-    return build_head_tasks_tokenizer() if name == HEAD_TASKS else load_tokenizer(name)
+def plan_run(recipe: Recipe) -> RunPlan:
+    """Describe a run without reading data, weights, or a tokenizer whose size `model` says; `print` shows the lines."""
+    tells = isinstance(recipe.tokenizer, TokenizerRecipe) or {"preset", "pretrained", "vocab_size"} & {*recipe.model}
+    return describe_run(recipe, _build_model(recipe, None if tells else build_tokenizer(recipe), on_meta=True))
+
+
+def build_tokenizer(recipe: Recipe, checkpoint: Path | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a recipe: `"head_tasks"`, as [`load_tokenizer`] finds it, or trained unless in a checkpoint."""
+    if isinstance(recipe.tokenizer, TokenizerRecipe):
+        return load_tokenizer(checkpoint) if checkpoint else train_tokenizer(recipe.tokenizer, recipe.data)
+    return build_head_tasks_tokenizer() if recipe.tokenizer == HEAD_TASKS else load_tokenizer(recipe.tokenizer)
 
 
 def fingerprint_inputs(recipe: Recipe, local_only: bool = False) -> dict[str, str]:
     """
-    Hash what a run reads, by keys of the recipe: data, tokenizer, and the model that `model.pretrained` names.
+    Hash what a run reads, by keys of the recipe: data, tokenizer, and the model that `model.pretrained` names. A
+    tokenizer that the run trains follows from its data and the recipe.
 
     `local_only` leaves out what is not on this machine (any more).
     """
     sources = {"data.source": recipe.data, "data.evaluation.source": recipe.data.evaluation}
     hashes = {key: fingerprint_documents(source, local_only) for key, source in sources.items() if source is not None}
-    if not local_only or recipe.tokenizer == HEAD_TASKS or Path(find_folder(recipe.tokenizer)).exists():
-        hashes["tokenizer"] = fingerprint_tokenizer(build_tokenizer(recipe.tokenizer))
+    name = recipe.tokenizer
+    if isinstance(name, str) and (not local_only or name == HEAD_TASKS or Path(find_folder(name)).exists()):
+        hashes["tokenizer"] = fingerprint_tokenizer(build_tokenizer(recipe))
     pretrained = recipe.model.get("pretrained")
     if pretrained is not None and (folder := Path(find_folder(pretrained))).is_dir():
         weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
@@ -173,6 +210,27 @@ def _find_checkpoint(recipe: Recipe, output: Path, resume: bool) -> tuple[Path |
     return checkpoint, fingerprints
 
 
+def _prepare(
+    recipe: Recipe, arguments: TrainingArguments, checkpoint: Path | None, say: Callable[[str], None]
+) -> tuple[PreTrainedTokenizerBase, Any, list[dict[str, list[int]]] | None, RunPlan]:
+    """The tokenizer, the rows for training and evaluation, and what the run will do, which is said meanwhile."""
+    if isinstance(recipe.tokenizer, str):
+        tokenizer = build_tokenizer(recipe)
+    else:
+        say(f"Reading {recipe.data.source} for the tokenizer")
+        tokenizer = in_first_process(lambda: build_tokenizer(recipe, checkpoint))
+    plan = describe_run(recipe, _build_model(recipe, tokenizer, on_meta=True))
+    say(plan.describe_work())
+    say(f"Reading and tokenising {recipe.data.source}{' while training' * recipe.data.streaming}")
+    with arguments.main_process_first(desc="preparing data"):
+        train_rows, evaluation_rows = build_datasets(recipe.data, tokenizer, recipe.seed)
+    evaluation = None if evaluation_rows is None else list(evaluation_rows)
+    rows = None if recipe.data.streaming else len(train_rows)
+    plan = replace(plan, rows=rows, evaluation_rows=evaluation and len(evaluation))
+    say(plan.describe_data())
+    return tokenizer, train_rows, evaluation, plan
+
+
 def _prepare_folder(recipe: Recipe, output: Path, resume: bool, trained: int) -> None:
     """Remove checkpoints past the step to resume from, and what is unfinished; and write the recipe."""
     for checkpoint in run_files.checkpoint_folders(output):
@@ -190,20 +248,22 @@ def _write_recipe(output: Path, values: dict[str, Any]) -> None:
     write_atomically(output / RECIPE_FILE, OmegaConf.to_yaml(values))
 
 
-def _build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The model with float32 parameters: new ones from the seed, or those of `model.pretrained`."""
-    config = build_config(
-        recipe.model,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=recipe.data.sequence_length,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+def _build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None, on_meta: bool = False) -> PreTrainedModel:
+    """The model with float32 parameters: new ones from the seed, or those of `model.pretrained`; or none, on meta."""
+    values, defaults = dict(recipe.model), {"max_position_embeddings": recipe.data.sequence_length}
+    if tokenizer is not None:
+        defaults |= {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        defaults["vocab_size"] = len(tokenizer)
+    if isinstance(recipe.tokenizer, TokenizerRecipe):  # also where a preset has another
+        values.setdefault("vocab_size", defaults.get("vocab_size", recipe.tokenizer.train))
+    config = build_config(values, **defaults)
     options: dict[str, Any] = {"dtype": torch.float32}
     if "attn_implementation" in recipe.model:
         options["attn_implementation"] = recipe.model["attn_implementation"]
-    if recipe.model.get("pretrained") is not None:
+    if on_meta:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, **options)
+    elif recipe.model.get("pretrained") is not None:
         folder = find_folder(recipe.model["pretrained"])
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
     else:
@@ -221,16 +281,18 @@ def _build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrain
     return model
 
 
-def _log_for_tensorboard(trainer: RecipeTrainer, trained: int) -> None:
-    from transformers.integrations import TensorBoardCallback, is_tensorboard_available
-
-    wanted = trainer.recipe.training.tensorboard and trainer.is_world_process_zero()
-    if not wanted or not is_tensorboard_available():
-        return
-    from torch.utils.tensorboard import SummaryWriter
-
-    folder = str(Path(trainer.recipe.output) / "tensorboard")
-    trainer.add_callback(TensorBoardCallback(SummaryWriter(folder, purge_step=trained + 1)))
+def _continue_trackers(
+    trackers: Sequence[Any], arguments: TrainingArguments, output: Path, trained: int, stack: contextlib.ExitStack
+) -> None:
+    """Have TensorBoard and wandb continue the run in its folder; trackio continues by the name itself."""
+    for tracker in trackers:
+        if isinstance(tracker, TensorBoardCallback):
+            tracker.tb_writer = tracker._SummaryWriter(str(output / "tensorboard"), purge_step=trained + 1)
+        elif isinstance(tracker, WandbCallback) and tracker._wandb.run is None:
+            names = {"project": "huggingface", "dir": str(output), "run_id": arguments.run_name.rpartition("-")[2]}
+            given = {name: os.getenv(f"WANDB_{name.upper()}", value) for name, value in names.items()}
+            run = tracker._wandb.init(name=arguments.run_name, id=given.pop("run_id"), resume="allow", **given)
+            stack.enter_context(run)  # that ends with this one, since a sweep has others
 
 
 def _finish(recipe: Recipe, checkpoint: Path, records: list[dict[str, Any]]) -> None:

@@ -7,7 +7,7 @@ evaluation, marks checkpoints that are complete, and stops as soon as a number i
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,11 @@ from transformers import (
     TrainerState,
     TrainingArguments,
     default_data_collator,
+)
+from transformers.integrations import (
+    get_available_reporting_integrations,
+    get_reporting_integration_callbacks,
+    is_tensorboard_available,
 )
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -83,7 +88,8 @@ def training_arguments(recipe: Recipe, processes: int) -> TrainingArguments:
         use_cache=True,  # in the configuration that is saved; training itself runs without
         use_cpu=not torch.accelerator.is_available(),  # or several processes on CPUs would not connect
         dataloader_pin_memory=torch.accelerator.is_available(),
-        report_to="none",
+        report_to=_usual_trackers() if training.report_to is None else training.report_to,
+        run_name=recipe.name,
         disable_tqdm=True,
     )
     # One process drives one device: several GPUs in one process would change the batch.
@@ -93,6 +99,22 @@ def training_arguments(recipe: Recipe, processes: int) -> TrainingArguments:
         # accelerate numbers the CPU of several processes, and Transformers 5.17 cannot load a checkpoint to "cpu:0".
         arguments._setup_devices = torch.device("cpu")
     return arguments
+
+
+def _usual_trackers() -> list[str]:
+    return ["tensorboard"] if is_tensorboard_available() else []
+
+
+def make_trackers(arguments: TrainingArguments) -> list[TrainerCallback]:
+    """Make the trackers that `report_to` names, and remove the names, or Trainer would make them again."""
+    names, arguments.report_to = [*dict.fromkeys(arguments.report_to)], []
+    trackers = get_reporting_integration_callbacks(names)
+    installed = {*get_available_reporting_integrations(), "flyte"}  # which Transformers leaves out, and checks itself
+    for name in names:
+        if name not in installed:
+            package = {"azure_ml": "azureml-sdk", "comet_ml": "comet-ml"}.get(name, name)
+            raise ImportError(f"training.report_to {name!r} needs {package}: pip install {package}.", name=package)
+    return [tracker() for tracker in trackers]
 
 
 class RecipeTrainer(Trainer):
@@ -109,6 +131,7 @@ class RecipeTrainer(Trainer):
         tokenizer: PreTrainedTokenizerBase,
         train_rows: Dataset | IterableDataset,
         evaluation_rows: Dataset | IterableDataset | None = None,
+        callbacks: Sequence[TrainerCallback] = (),
         on_progress: OnProgress | None = None,
     ):
         self.recipe = recipe
@@ -124,11 +147,11 @@ class RecipeTrainer(Trainer):
             train_dataset=train_rows if isinstance(train_rows, Dataset) else train_rows.repeat(None),
             eval_dataset=evaluation_rows,
             processing_class=tokenizer,
-            callbacks=[_RunCallback(self, on_progress)],
+            callbacks=[*callbacks, _RunCallback(self, on_progress)],  # trackers may read a checkpoint before it moves
         )
         self.remove_callback(PrinterCallback)
         self.checkpoint: Path | None = None  # the last complete one
-        self.fingerprints: dict[str, str] = {}  # of data and tokenizer, recorded in every checkpoint
+        self.marks: dict[str, Any] = {}  # recorded in every checkpoint
         self.clock = TrainingClock()
         self.flops_per_token = flops_per_token(model.config, recipe.data.sequence_length)
         self.loss_since_log = torch.zeros((), device=arguments.device)  # summed over the steps since the last record
@@ -180,7 +203,7 @@ class RecipeTrainer(Trainer):
                 if self.recipe.data.loss_on == "answers":
                     totals[2:] += torch.stack(count_answers(outputs.logits[:, :-1].argmax(-1), labels))
         total, tokens, answers, right = self.accelerator.reduce(totals, "sum").tolist()
-        loss = total / tokens  # at least one: other data are refused
+        loss = total / max(tokens, 1)  # at least one in all rows: other data are refused
         perplexity = math.exp(loss) if loss < 700 else math.inf
         metrics = {"eval_loss": loss, "eval_perplexity": perplexity}
         if answers:
@@ -227,7 +250,7 @@ class RecipeTrainer(Trainer):
         if self.is_world_process_zero():
             record = self._last_record()
             values = {"step": record["step"], "loss": record["loss"], "recipe": self.recipe.to_mapping()}
-            finish_checkpoint(written, values | {"fingerprints": self.fingerprints})
+            finish_checkpoint(written, values | self.marks)
             for old in checkpoint_folders(self.checkpoint.parent)[: -self.recipe.training.keep_checkpoints]:
                 remove_folder(old)
 

@@ -14,6 +14,9 @@ from dcformer.training import Recipe, TrainingRecipe, load_recipe, merge_recipes
 from dcformer.training.trainer import training_arguments
 
 
+TEXT = {"tokenizer": {"train": 300}, "data": {"source": "a.txt", "documents": None, "evaluation": None}}
+
+
 @pytest.fixture
 def write(tmp_path):
     def write(name, values):
@@ -41,6 +44,19 @@ def test_mappings_of_an_extended_recipe_merge_and_values_replace(tmp_path, write
     assert recipe.training.steps == 10
     merged = merge_recipes({"model": {"pretrained": "a/b", "compose_rank": 1}}, {"model": {"preset": "dcformer-405m"}})
     assert merged["model"] == {"preset": "dcformer-405m", "compose_rank": 1}
+
+
+def test_trackers_are_a_name_or_names_and_older_recipes_said_whether_tensorboard_is_one():
+    older = {True: None, False: ["none"]}
+    for given, read in ((None, None), ("wandb", ["wandb"]), (["a", "b"], ["a", "b"]), ([], [])):
+        assert tiny_recipe("run", training={"report_to": given}).training.report_to == read
+        for wanted in older:
+            training = tiny_mapping("run", training={"report_to": given, "tensorboard": wanted})["training"]
+            assert Recipe.from_mapping({**tiny_mapping("run"), "training": training}).training.report_to == read
+    for wanted, read in older.items():
+        mapping = tiny_mapping("run", training={"tensorboard": wanted})
+        del mapping["training"]["report_to"]
+        assert Recipe.from_mapping(mapping).training.report_to == read
 
 
 def test_overrides_replace_values_of_any_depth_and_values_may_refer_to_others(tmp_path, write):
@@ -82,6 +98,16 @@ def test_overrides_replace_values_of_any_depth_and_values_may_refer_to_others(tm
         ({"training": {"optimizer": "muon"}}, "muon_learning_rate"),
         ({"training": {"optimizer": "muon", "muon_learning_rate": 0.02, "fsdp": True}}, "fsdp"),
         ({"model": {"attn_implementation": "flash_attention_2"}}, "flash_attention_2.* 2"),  # rows of a batch
+        ({"training": {"report_to": 3}}, "training.report_to"),
+        ({"tokenizer": 3}, "tokenizer must be a name, a folder or a mapping .*, got 3"),
+        ({"tokenizer": {"train": 300}}, "set tokenizer=head_tasks"),
+        ({"tokenizer": {"trian": 300}}, "tokenizer.trian"),
+        ({"tokenizer": {"train": 256}}, "tokenizer.train must be at least 257, got 256"),
+        ({"tokenizer": {"train": 300, "documents": 0}}, "tokenizer.documents must be at least 1, got 0"),
+        ({"tokenizer": {"train": 300, "kind": "unigram"}}, "tokenizer.kind must be 'bpe', got 'unigram'"),
+        ({**TEXT, "model": {"vocab_size": 299}}, "vocab_size must be at least tokenizer.train, 300, got 299"),
+        ({**TEXT, "model": {"pretrained": "a/b"}}, "pretrained 'a/b' do not know"),
+        ({**TEXT, "data": {**TEXT["data"], "streaming": True}}, "tokenizer.documents is missing"),
         *(({name: 3}, f"{name} must be a mapping .*, got 3") for name in ("model", "data", "training", "sweep")),
     ],
 )

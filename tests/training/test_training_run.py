@@ -31,7 +31,7 @@ MUON = {"optimizer": "muon", "muon_learning_rate": 0.02}
 def run(tmp_path_factory):
     """A finished run: its recipe, its folder and what it returned."""
     folder = tmp_path_factory.mktemp("run")
-    recipe = tiny_recipe(folder, training={**RUN, "tensorboard": True})
+    recipe = tiny_recipe(folder, training={**RUN, "report_to": "tensorboard"})
     return recipe, folder, train(recipe)
 
 
