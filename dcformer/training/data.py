@@ -61,11 +61,14 @@ def train_tokenizer(recipe: TokenizerRecipe, data: DataRecipe) -> PreTrainedToke
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)  # to those of words, which answers cover
     tokenizer.decoder = decoders.ByteLevel()
-    options = {"special_tokens": [end], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=recipe.train, special_tokens=[end], initial_alphabet=alphabet, show_progress=False
+    )
     documents = itertools.islice(read_documents(data, seed=0), recipe.documents)
     texts = (document[data.text_column] or "" for document in documents)
     pieces = (text[at : at + _CHARACTERS_AT_ONCE] for text in texts for at in range(0, len(text), _CHARACTERS_AT_ONCE))
-    tokenizer.train_from_iterator(pieces, trainers.BpeTrainer(vocab_size=recipe.train, show_progress=False, **options))
+    tokenizer.train_from_iterator(pieces, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=end, eos_token=end)
 
 

@@ -1,4 +1,4 @@
-"""What a run will do: the size of its model and its work, and the time that a few measured steps promise."""
+"""The size of a run before it starts: its model, its work, and the time that a few measured steps promise."""
 
 import copy
 import sys
@@ -28,7 +28,7 @@ _MEASURED_FLOPS = 1e12  # seconds on a CPU; a dry run takes as many steps, but t
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run of a recipe will do; `None` stands for what was not read or not measured."""
+    """Figures of a run before it starts; `None` stands for what was not read or not measured."""
 
     parameters: int  #: of the model, those of composition among them
     compose_parameters: int  #: of composition
@@ -140,7 +140,12 @@ def measure_run(
     batch = recipe.training.per_device_batch_size * plan.processes
     passes = plan.batch_tokens // (batch * plan.sequence_length)
     steps = max(3, min(20, int(_MEASURED_FLOPS * plan.steps * passes / plan.flops)))
-    changes = {"batch_tokens": plan.batch_tokens // passes, "tokens": None, "max_steps": steps, "logging_steps": 1}
+    changes: dict[str, Any] = {
+        "batch_tokens": plan.batch_tokens // passes,
+        "tokens": None,
+        "max_steps": steps,
+        "logging_steps": 1,
+    }
     with tempfile.TemporaryDirectory() as scratch:
         recipe = replace(recipe, output=scratch, training=replace(recipe.training, **changes))
         arguments = training_arguments(recipe, plan.processes)

@@ -86,7 +86,7 @@ def train(
     say = on_message if on_message is not None and arguments.process_index == 0 else lambda _: None
     set_seed(recipe.seed)
     if dry_run:
-        tokenizer, *rows, plan = _prepare(recipe, arguments, None, say)
+        tokenizer, rows, plan = _prepare(recipe, arguments, None, say)
         say("Taking a step and an evaluation")
         plan = measure_run(plan, recipe, _build_model(recipe, tokenizer), tokenizer, *rows)
         say(plan.describe_time())
@@ -101,7 +101,7 @@ def train(
         checkpoint, fingerprints = in_first_process(open_folder)
         trained = run_files.step_of(checkpoint)
         if trained < recipe.training.steps:
-            tokenizer, *rows, _ = _prepare(recipe, arguments, checkpoint, say)
+            tokenizer, rows, _ = _prepare(recipe, arguments, checkpoint, say)
             if isinstance(recipe.tokenizer, TokenizerRecipe):
                 fingerprints["tokenizer"] = fingerprint_tokenizer(tokenizer)
             known = {} if checkpoint is None else read_sealed(checkpoint / run_files.MARKER)
@@ -212,7 +212,7 @@ def _find_checkpoint(recipe: Recipe, output: Path, resume: bool) -> tuple[Path |
 
 def _prepare(
     recipe: Recipe, arguments: TrainingArguments, checkpoint: Path | None, say: Callable[[str], None]
-) -> tuple[PreTrainedTokenizerBase, Any, list[dict[str, list[int]]] | None, RunPlan]:
+) -> tuple[PreTrainedTokenizerBase, tuple[Any, Any], RunPlan]:
     """The tokenizer, the rows for training and evaluation, and what the run will do, which is said meanwhile."""
     if isinstance(recipe.tokenizer, str):
         tokenizer = build_tokenizer(recipe)
@@ -226,9 +226,9 @@ def _prepare(
         train_rows, evaluation_rows = build_datasets(recipe.data, tokenizer, recipe.seed)
     evaluation = None if evaluation_rows is None else list(evaluation_rows)
     rows = None if recipe.data.streaming else len(train_rows)
-    plan = replace(plan, rows=rows, evaluation_rows=evaluation and len(evaluation))
+    plan = replace(plan, rows=rows, evaluation_rows=None if evaluation is None else len(evaluation))
     say(plan.describe_data())
-    return tokenizer, train_rows, evaluation, plan
+    return tokenizer, (train_rows, evaluation), plan
 
 
 def _prepare_folder(recipe: Recipe, output: Path, resume: bool, trained: int) -> None:

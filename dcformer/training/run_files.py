@@ -8,6 +8,7 @@ The folder of a run: its checkpoints, the lock that keeps other processes out, a
     <output>/log.jsonl                          a record per line: loss, learning rate, throughput, evaluation
     <output>/composition.safetensors            the trained parameters, with training.trainable: compose
     <output>/losses.png                         curves
+    <output>/tensorboard/, <output>/wandb/      files of these trackers
     <output>/final/                             the trained model, with its tokenizer
     <output>/unfinished/                        what is being written or removed, and does not count
 

@@ -1,5 +1,6 @@
 """README and docs/: examples run and print what is shown, commands exist, figures are the computed ones."""
 
+import json
 import re
 import runpy
 import shlex
@@ -115,6 +116,20 @@ def test_memory_needs_are_those_of_the_shapes():
         assert parameters == f"{count / 1e9:.2f} billion"
         assert bfloat16 == f"{2 * count / 1e9:.1f} GB" and float32 == f"{4 * count / 1e9:.1f} GB"
         assert cache == f"{cached / 1e9:.2f} GB"
+
+
+def test_costs_of_reproducing_the_paper_are_those_of_the_flops():
+    training = pytest.importorskip("dcformer.training")
+    table_4, _, trained = table(README, "run")
+    plan = training.plan_run(training.load_recipe("dcformer++-405m"))
+    counted = json.loads((ROOT / "benchmarks/results/evaluation_tokens.json").read_text())["figures"]
+    tokens = sum(counted[f"all, {shots}-shot"]["computed"] for shots in (0, 5))
+    forward = training.flops_per_token(dcformer.DCPythiaConfig.from_preset("dcpythia-6.9b"), 1024) / 3
+    for row, flops in ((table_4, tokens * forward), (trained, plan.flops)):
+        hours = [f"{flops / (share * training.peak_flops('bf16', 'H100') * 3600):.2g}" for share in (0.4, 0.1)]
+        assert row[3] == f"{hours[0]} to {hours[1]} hours of an H100"
+    assert trained[1] == f"{plan.memory_bytes / 1e9:.1f} GB"
+    assert table_4[1] in next(row for row in table(README, "checkpoint") if "DCPythia-6.9B" in row[0])
 
 
 def test_values_that_the_page_on_configuration_shows_make_a_configuration():
