@@ -140,14 +140,9 @@ def measure_run(
     batch = recipe.training.per_device_batch_size * plan.processes
     passes = plan.batch_tokens // (batch * plan.sequence_length)
     steps = max(3, min(20, int(_MEASURED_FLOPS * plan.steps * passes / plan.flops)))
-    changes: dict[str, Any] = {
-        "batch_tokens": plan.batch_tokens // passes,
-        "tokens": None,
-        "max_steps": steps,
-        "logging_steps": 1,
-    }
+    short = replace(recipe.training, batch_tokens=plan.batch_tokens // passes, tokens=None, max_steps=steps)
     with tempfile.TemporaryDirectory() as scratch:
-        recipe = replace(recipe, output=scratch, training=replace(recipe.training, **changes))
+        recipe = replace(recipe, output=scratch, training=replace(short, logging_steps=1))
         arguments = training_arguments(recipe, plan.processes)
         arguments.save_strategy = arguments.eval_strategy = "no"
         trainer = RecipeTrainer(recipe, model, arguments, tokenizer, rows, tests)

@@ -372,8 +372,8 @@ def _with_evaluation(data: Mapping[str, Any]) -> Mapping[str, Any]:
 def _with_trackers(training: Mapping[str, Any]) -> dict[str, Any]:
     """`training:` with a list of trackers; `tensorboard`, which older recipes have, counts where there is none."""
     training = dict(training)
-    if training.pop("tensorboard", True) is False:
-        training.setdefault("report_to", "none")
+    if training.pop("tensorboard", True) is False and training.get("report_to") is None:
+        training["report_to"] = "none"
     if isinstance(training.get("report_to"), str):
         training["report_to"] = [training["report_to"]]
     return training

@@ -85,13 +85,13 @@ def train(
     trackers = make_trackers(arguments)
     say = on_message if on_message is not None and arguments.process_index == 0 else lambda _: None
     set_seed(recipe.seed)
+    say(f"Reading {recipe.data.source} and the tokenizer")
     if dry_run:
         tokenizer, rows, plan = _prepare(recipe, arguments, None, say)
         say("Taking a step and an evaluation")
         plan = measure_run(plan, recipe, _build_model(recipe, tokenizer), tokenizer, *rows)
         say(plan.describe_time())
         return asdict(plan)
-    say(f"Reading {recipe.output}, {recipe.data.source} and the tokenizer")
     with contextlib.ExitStack() as stack:
 
         def open_folder() -> tuple[Path | None, dict[str, str]]:
@@ -217,17 +217,19 @@ def _prepare(
     if isinstance(recipe.tokenizer, str):
         tokenizer = build_tokenizer(recipe)
     else:
-        say(f"Reading {recipe.data.source} for the tokenizer")
+        if checkpoint is None:
+            say("Training the tokenizer")
         tokenizer = in_first_process(lambda: build_tokenizer(recipe, checkpoint))
     plan = describe_run(recipe, _build_model(recipe, tokenizer, on_meta=True))
     say(plan.describe_work())
-    say(f"Reading and tokenising {recipe.data.source}{' while training' * recipe.data.streaming}")
+    say(f"Tokenising {recipe.data.source}{' while training' * recipe.data.streaming}")
     with arguments.main_process_first(desc="preparing data"):
         train_rows, evaluation_rows = build_datasets(recipe.data, tokenizer, recipe.seed)
     evaluation = None if evaluation_rows is None else list(evaluation_rows)
     rows = None if recipe.data.streaming else len(train_rows)
     plan = replace(plan, rows=rows, evaluation_rows=None if evaluation is None else len(evaluation))
-    say(plan.describe_data())
+    if said := plan.describe_data():
+        say(said)
     return tokenizer, (train_rows, evaluation), plan
 
 

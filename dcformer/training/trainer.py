@@ -88,7 +88,7 @@ def training_arguments(recipe: Recipe, processes: int) -> TrainingArguments:
         use_cache=True,  # in the configuration that is saved; training itself runs without
         use_cpu=not torch.accelerator.is_available(),  # or several processes on CPUs would not connect
         dataloader_pin_memory=torch.accelerator.is_available(),
-        report_to=_usual_trackers() if training.report_to is None else training.report_to,
+        report_to=["tensorboard"] * is_tensorboard_available() if training.report_to is None else training.report_to,
         run_name=recipe.name,
         disable_tqdm=True,
     )
@@ -99,10 +99,6 @@ def training_arguments(recipe: Recipe, processes: int) -> TrainingArguments:
         # accelerate numbers the CPU of several processes, and Transformers 5.17 cannot load a checkpoint to "cpu:0".
         arguments._setup_devices = torch.device("cpu")
     return arguments
-
-
-def _usual_trackers() -> list[str]:
-    return ["tensorboard"] if is_tensorboard_available() else []
 
 
 def make_trackers(arguments: TrainingArguments) -> list[TrainerCallback]:

@@ -46,17 +46,14 @@ def test_mappings_of_an_extended_recipe_merge_and_values_replace(tmp_path, write
     assert merged["model"] == {"preset": "dcformer-405m", "compose_rank": 1}
 
 
-def test_trackers_are_a_name_or_names_and_older_recipes_said_whether_tensorboard_is_one():
-    older = {True: None, False: ["none"]}
-    for given, read in ((None, None), ("wandb", ["wandb"]), (["a", "b"], ["a", "b"]), ([], [])):
-        assert tiny_recipe("run", training={"report_to": given}).training.report_to == read
-        for wanted in older:
-            training = tiny_mapping("run", training={"report_to": given, "tensorboard": wanted})["training"]
-            assert Recipe.from_mapping({**tiny_mapping("run"), "training": training}).training.report_to == read
-    for wanted, read in older.items():
-        mapping = tiny_mapping("run", training={"tensorboard": wanted})
-        del mapping["training"]["report_to"]
-        assert Recipe.from_mapping(mapping).training.report_to == read
+@pytest.mark.parametrize("given, read", [(None, None), ("wandb", ["wandb"]), (["a", "b"], ["a", "b"]), ([], [])])
+def test_trackers_are_a_name_or_names_and_older_recipes_say_whether_tensorboard_is_one(given, read):
+    for older, expected in (
+        ({}, read),
+        ({"tensorboard": True}, read),
+        ({"tensorboard": False}, read if given is not None else ["none"]),
+    ):
+        assert tiny_recipe("run", training={"report_to": given, **older}).training.report_to == expected
 
 
 def test_overrides_replace_values_of_any_depth_and_values_may_refer_to_others(tmp_path, write):
