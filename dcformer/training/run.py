@@ -220,6 +220,8 @@ def _prepare(
         if checkpoint is None:
             say("Training the tokenizer")
         tokenizer = in_first_process(lambda: build_tokenizer(recipe, checkpoint))
+        if len(tokenizer) < recipe.tokenizer.train:
+            say(f"The data have no more than {len(tokenizer):,} tokens, tokenizer.train is {recipe.tokenizer.train:,}")
     plan = describe_run(recipe, _build_model(recipe, tokenizer, on_meta=True))
     say(plan.describe_work())
     say(f"Tokenising {recipe.data.source}{' while training' * recipe.data.streaming}")

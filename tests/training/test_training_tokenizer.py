@@ -61,6 +61,10 @@ def test_it_is_saved_with_the_run_and_a_resumed_run_does_not_train_it_again(reci
     monkeypatch.setattr(run, "train_tokenizer", None)
     again = train(recipe)
     assert (again["resumed_from"], again["fingerprints"], log()) == (4, whole["fingerprints"], expected)
+    said, few = [], replace(recipe, tokenizer=TokenizerRecipe(9999))
+    monkeypatch.setattr(run, "train_tokenizer", lambda *_: trained)
+    train(few, dry_run=True, on_message=said.append)
+    assert "The data have no more than 300 tokens, tokenizer.train is 9,999" in said
     for other, words in (
         (TokenizerRecipe(301), "tokenizer.train is 300 there and 301 here"),
         (TokenizerRecipe(300, documents=3), "tokenizer.documents is None there and 3 here"),
