@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .types_dcformer import AttentionInputs, Observer, Weights, map_tensors
-from .visibility_dcformer import Visibility
+from .visibility_dcformer import Visibility, is_number
 
 
 def compose(attention: Tensor, weights: Weights) -> Tensor:
@@ -56,7 +56,9 @@ def plain_attention(inputs: AttentionInputs) -> Tensor:
     if not mask.lengths_are_known:
         # A graph for all lengths cannot contain a loop over chunks.
         return attend_block(inputs, (0, queries, 0, keys))[0]
-    blocks, outputs = plain_blocks(mask, batch * heads, inputs.chunk_size), []
+    # A program for every batch cannot have chunks for its own.
+    rows = heads if torch.compiler.is_exporting() and not is_number(batch) else batch * heads
+    blocks, outputs = plain_blocks(mask, rows, inputs.chunk_size), []
     # Recomputing hooks into what a backward pass saves, which torch.func does not support.
     recompute = len(blocks) > 1 and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
     for block in blocks:

@@ -1,6 +1,7 @@
 """The public names of the package, and the list of what importing it changes in other packages."""
 
 from .cache_size import cache_bytes_per_token
+from .composing import compose_attention
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from .dcmha import (
     Backend,
@@ -61,6 +62,7 @@ __all__ = [
     "Visibility",
     "cache_bytes_per_token",
     "compose",
+    "compose_attention",
     "composed_attention",
     "explain_choice",
     "implementations",
