@@ -21,8 +21,13 @@ $(VENV)/.core: setup.py $(CONSTRAINTS)
 	$(PIP_INSTALL) --editable .
 	@touch $@
 
+# torchvision must be of torch's own build: one that is not breaks Transformers, and no extra can say so. Thus what fits
+# the torch that is there is installed, and removed again where it cannot be imported; examples that need it are skipped.
 $(VENV)/.installed: $(VENV)/.core
 	$(PIP_INSTALL) --editable ".[dev]"
+	$(PIP_INSTALL) timm torchvision \
+	    torch=="$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')" \
+	    && $(BIN)/python -c "import torchvision" || $(BIN)/python -m pip uninstall --yes timm torchvision
 	@touch $@
 
 demo: $(VENV)/.core

@@ -39,7 +39,7 @@ EXTRAS = {
     "vllm": ["vllm>=0.32,<0.34"],
     "docs": ["furo", "myst-parser", "sphinx>=8", "sphinx-copybutton"],
     "dev": [
-        "dcformer[convert,eval,demo,analysis,train,finetune,quantization,docs]",
+        "dcformer[convert,eval,demo,analysis,train,finetune,quantization,export,docs]",
         "hypothesis",
         "ipykernel",
         "mypy",

@@ -5,6 +5,7 @@ import re
 import runpy
 import shlex
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,11 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # Run by every `make test`; those of all pages by `pytest tests/docs --all-pages`.
-RUN_ALWAYS = ("README", "conversion", "generation", "drop_in", "operator", "questions", "sharing")
+RUN_ALWAYS = ("README", "conversion", "exporting", "generation", "drop_in", "operator", "questions", "sharing")
 # Their examples train or evaluate; tests of their rooms run those.
 RUN_ELSEWHERE = ("evaluation", "sweeps", "training")
+# They must be of torch's build, so `make` installs them only where they are; examples without them are left out.
+OF_TORCHS_BUILD = ("timm", "torchvision")
 # The page names a checkpoint of 5.7 GB; the bundled model stands in for it.
 PUBLISHED, BUNDLED = '"Caiyun-AI/DCFormer-2.8B"', repr(dcformer.pretrained_path("dcformer-tiny"))
 
@@ -58,15 +61,21 @@ def test_its_examples_run_and_print_what_it_says(example_page, capsys, tmp_path,
     for shared in (dcformer.DCFormerConfig, dcformer.DCFormerForCausalLM):  # with their code, on one page
         monkeypatch.setattr(shared, "_auto_class", None)
     namespace = {}
-    found = blocks(example_page, "python", "text")
+    found, missing = blocks(example_page, "python", "text"), []
     for number, (language, text) in enumerate(found):
         if language == "text":
             assert number > 0 and found[number - 1][0] == "python", f"output without its code: {text}"
+            continue
+        needed = [name for name in OF_TORCHS_BUILD if re.search(rf"^(import|from) {name}\b", text, re.M)]
+        if absent := [name for name in needed if find_spec(name) is None]:
+            missing += absent
             continue
         capsys.readouterr()
         exec(compile(text.replace(PUBLISHED, BUNDLED), str(example_page), "exec"), namespace)
         if number + 1 < len(found) and found[number + 1][0] == "text":
             assert capsys.readouterr().out == found[number + 1][1]
+    if missing:
+        pytest.skip(f"all examples ran but those of {' and '.join(missing)}, which is not installed")
 
 
 def test_the_first_command_prints_what_its_page_says_and_does_not_repeat_itself():
