@@ -83,6 +83,7 @@ def test_a_model_of_torchs_modules_starts_the_same_and_its_state_goes_both_ways(
         missing, unexpected = model.load_state_dict(old.state_dict(), strict=False)
         assert not unexpected and len({name.partition(".compose.")[0] for name in missing}) == 3 + 2 * 2 + 1
         assert all(".compose." in name for name in missing) and model.decoder.layers[1].self_attn.compose.rank == 1
+        assert model.extra.identity
         trained = strengthen(model)(**inputs)
         assert (trained - expected[0]).abs().max() > 0.1
         fresh = compose_attention(old, rank=1, static=True)
@@ -175,7 +176,8 @@ def attention(**options):
 
 
 def other_kind(name, base=nn.Module):
-    module = type(name, (base,), {})() if base is nn.Module else type(name, (base,), {})(WIDTH, HEADS)
+    """Attention of this name, which timm might have, with heads."""
+    module = type(name, (base,), {"__module__": Attention.__module__})(*(() if base is nn.Module else (WIDTH, HEADS)))
     module.num_heads = HEADS
     return module
 
@@ -203,11 +205,16 @@ UNFIT = {
 @pytest.mark.parametrize("what", UNFIT)
 def test_what_cannot_be_composed_is_named_and_nothing_changes(what):
     model = nn.ModuleDict({"first": attention(), "block": nn.ModuleDict({"unfit": UNFIT[what]()}), "last": attention()})
+    model["around"] = changed(other_kind("AttentionBlock"), lambda module: module.add_module("inner", attention()))
     with pytest.raises(ValueError, match=rf"Nothing was composed: block.unfit .*{what}"):
         compose_attention(model)
     assert not any("compose" in name for name, _ in model.named_parameters())
-    compose_attention(model, ["first", "last"])
-    assert {name.split(".")[0] for name, _ in model.named_parameters() if "compose" in name} == {"first", "last"}
+    compose_attention(model, ["first", "last", "around*"])
+    assert {name.split(".")[0] for name, _ in model.named_parameters() if "compose" in name} == {
+        "first",
+        "last",
+        "around",
+    }
 
 
 def test_it_comes_before_wrapping_for_several_processes(tmp_path):
