@@ -16,13 +16,13 @@ from .module import DCMultiheadAttention
 
 # timm, which need not be installed, has had its `Attention` in two places.
 TIMM_MODULES = ("timm.layers.attention", "timm.models.vision_transformer")
-# What each kind consists of; a module with anything else computes what the composing form would leave out.
+# What each kind consists of; the composing form would leave anything else out.
 TORCH_PARTS = {f"{name}_proj_weight" for name in ("in", "q", "k", "v")} | {"in_proj_bias", "out_proj"}
 TIMM_PARTS = {"qkv", "q_norm", "k_norm", "attn_drop", "norm", "gate", "proj", "proj_drop"}
 
 
 class DCTimmAttention(nn.Module):
-    """timm's `Attention` with composed heads; [`compose_attention`] makes it of one, with all that this consists of."""
+    """`Attention` of timm with composed heads; [`compose_attention`] makes it of one, and keeps all its parts."""
 
     num_heads: int
     qkv: nn.Linear
@@ -90,9 +90,8 @@ def compose_attention(
         `nn.Module`: the model itself.
 
     Raises:
-        ValueError: if there is nothing to compose, a pattern matches nothing, or an attention module that is to be
-            composed is of another kind, such as one with relative positions, rotary embeddings or ALiBi. The modules
-            are named, and the model is as before.
+        ValueError: if there is nothing to compose, a pattern matches nothing, or attention is of another kind, such as
+            with relative positions, RoPE or ALiBi. The modules are named, and the model is as before.
 
     Example:
 
