@@ -166,8 +166,10 @@ def test_only_what_the_patterns_name_and_each_must_name_something():
         compose_attention(model)
     with pytest.raises(ValueError, match="No attention to compose is in this Linear; there is: none"):
         compose_attention(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="groups must divide the 4 heads"):
-        compose_attention(model := encoder(), groups=3)
+    model = encoder()
+    model.layers[2].self_attn = nn.MultiheadAttention(WIDTH, 2)
+    with pytest.raises(ValueError, match="groups must divide the 2 heads"):
+        compose_attention(model, groups=4)
     assert {type(layer.self_attn) for layer in model.layers} == {nn.MultiheadAttention}
 
 
