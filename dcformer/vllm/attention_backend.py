@@ -162,20 +162,22 @@ class ComposedAttentionMetadataBuilder(AttentionMetadataBuilder[ComposedAttentio
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.speculates = vllm_config.speculative_config is not None
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> ComposedAttentionMetadata:
         common = common_attn_metadata
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
-        # Without speculative decoding, which is refused, the bound is the length, without waiting for the device.
-        lengths = common.seq_lens_cpu_upper_bound
+        # Without speculative decoding the bound is the length, without waiting for the device.
+        lengths = None if self.speculates else common.seq_lens_cpu_upper_bound
         lengths = common.seq_lens.cpu() if lengths is None else lengths
         return ComposedAttentionMetadata(
             query_lengths=[stop - start for start, stop in itertools.pairwise(starts)],
             sequence_lengths=lengths[: common.num_reqs].tolist(),
             block_table=common.block_table_tensor,
-            slot_mapping=common.slot_mapping[: starts[-1]],
+            # Rejected tokens have none, -1: they go to the first, which belongs to no sequence.
+            slot_mapping=common.slot_mapping[: starts[-1]].clamp(min=0),
         )
 
 

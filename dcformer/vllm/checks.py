@@ -3,14 +3,17 @@
 from collections.abc import Sequence
 from typing import Any
 
+from vllm.config import CompilationMode
+from vllm.distributed.utils import get_pp_indices
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
+from vllm.platforms import current_platform
 from vllm.renderers.hf import HfRenderer
 
-from ..parallel_dcformer import shards_heads
 
 
 TOKENIZER_MODE = "dcformer"  # vLLM's Hugging Face tokenizer, with the renderer below
+_SPECULATIVE_METHODS = (None, "ngram", "draft_model")
 _CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32")
 # Their frequencies follow the length of a sequence, and one step of vLLM computes sequences of many lengths.
 _ROPE_TYPES_BY_LENGTH = ("dynamic", "longrope")
@@ -30,16 +33,23 @@ class ModelChecks(VerifyAndUpdateConfig):
         for is_refused, reason in _refusals(vllm_config.model_config.hf_config, vllm_config):
             if is_refused:
                 raise ValueError(reason)
+        if vllm_config.speculative_config is not None and vllm_config.speculative_config.uses_draft_model():
+            # vLLM has one group of blocks for all layers of a draft model, so those behind a window stay.
+            vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = True
+        if current_platform.is_cpu() and vllm_config.parallel_config.pipeline_parallel_size > 1:
+            # On CPUs vLLM makes room for the states of the stage before only where it traces.
+            if vllm_config.model_config.enforce_eager:
+                vllm_config.model_config.enforce_eager = False
+                compilation = vllm_config.compilation_config
+                compilation.mode, compilation.backend = CompilationMode.DYNAMO_TRACE_ONCE, "eager"
 
 
 def _refusals(config: Any, vllm_config: Any) -> list[tuple[bool, str]]:
     parallel, cache_dtype = vllm_config.parallel_config, vllm_config.cache_config.cache_dtype
     backend = vllm_config.attention_config.backend
-    ranks = parallel.tensor_parallel_size
-    sizes = {"num_attention_heads": config.num_attention_heads}
-    if config.composes_heads:
-        sizes = {"compose_groups": config.compose_groups, "num_key_value_heads": config.num_key_value_heads}
-    divided = " and ".join(f"{name}={size}" for name, size in sizes.items())
+    ranks, stages, layers = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, config.num_hidden_layers
+    bounds = [get_pp_indices(layers, stage, stages) for stage in range(stages)]
+    method = vllm_config.speculative_config and vllm_config.speculative_config.method
     rope_type = (config.rope_parameters or {}).get("rope_type", "default")
     by_length = config.position_embedding_type == "rope" and rope_type in _ROPE_TYPES_BY_LENGTH
     context_ranks = {
@@ -47,12 +57,24 @@ def _refusals(config: Any, vllm_config: Any) -> list[tuple[bool, str]]:
     }
     of_any_model = [
         (
-            ranks > 1 and not shards_heads(config, ranks),
-            f"tensor_parallel_size={ranks} must divide {divided}: the heads of a group compose in one process.",
+            any(start >= stop for start, stop in bounds),
+            f"pipeline_parallel_size={stages} leaves a stage without layers: the model has {layers}.",
+        ),
+        (
+            method not in _SPECULATIVE_METHODS,
+            f"speculative_config with method={method!r} is not supported; use 'ngram' or 'draft_model'.",
+        ),
+        (
+            method is not None and stages > 1,
+            f"speculative_config is not supported with pipeline_parallel_size={stages}; leave out one of them.",
         ),
         (
             bool((config.mlp_gate_dim or 0) % ranks),
             f"tensor_parallel_size={ranks} must divide mlp_gate_dim={config.mlp_gate_dim}; choose another size.",
+        ),
+        (
+            vllm_config.lora_config is not None and stages > 1 and current_platform.is_cpu(),
+            f"enable_lora is not supported with pipeline_parallel_size={stages} on CPUs; leave out one of them.",
         ),
         (not getattr(config, "is_causal", True), "is_causal=False is not supported; leave it out of config.json."),
         (by_length, f"rope_type={rope_type!r} depends on the length of a sequence; use another type, or generate()."),
@@ -67,7 +89,6 @@ def _refusals(config: Any, vllm_config: Any) -> list[tuple[bool, str]]:
             config.compose_layers is not None,
             f"compose_layers={config.compose_layers} is not supported; use generate().",
         ),
-        (vllm_config.speculative_config is not None, "speculative_config is not supported with composed attention."),
         (vllm_config.kv_transfer_config is not None, "kv_transfer_config is not supported with composed attention."),
         *((size > 1, f"{name}={size} would part the heads' scores; use 1.") for name, size in context_ranks.items()),
     ]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
@@ -24,7 +24,15 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
-from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.model_executor.models.interfaces import SupportsLoRA, SupportsPP
+from vllm.model_executor.models.utils import (
+    AutoWeightsLoader,
+    PPMissingLayer,
+    WeightsMapper,
+    make_empty_intermediate_tensors_factory,
+    make_layers,
+    maybe_prefix,
+)
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.sequence import IntermediateTensors
 
@@ -32,7 +40,7 @@ from ..compose_dcformer import ComposeProjection, make_compose, pack
 from ..configuration_dcformer import DCFormerConfig
 from ..hub_dcformer import authors_patterns
 from ..modeling_dcformer import DCFormerPreTrainedModel, DCFormerRotaryEmbedding, apply_rotary_pos_emb, at_least_float32
-from ..parallel_dcformer import DIMENSION_OF_GROUPS
+from ..parallel_dcformer import DIMENSION_OF_GROUPS, shards_heads
 from .attention_backend import ComposedAttention
 
 
@@ -43,20 +51,28 @@ def make_norm(config: DCFormerConfig) -> nn.Module:
 
 
 class DCFormerAttention(nn.Module):
-    """The attention of one layer, which stores the factors of composition beside keys and values."""
+    """
+    The attention of one layer, which stores the factors of composition beside keys and values. Where the processes
+    cannot share the heads, each computes a part of the projections, gathers the rest, and attends with all heads.
+    """
 
     def __init__(self, config: DCFormerConfig, layer_idx: int, vllm_config: VllmConfig, prefix: str):
         super().__init__()
-        ranks = get_tensor_model_parallel_world_size()
+        world_size = get_tensor_model_parallel_world_size()
+        ranks = world_size if shards_heads(config, world_size) else 1
         self.head_dim = config.head_dim
         heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
         self.num_heads, self.num_key_value_heads = heads // ranks, key_value_heads // ranks
         key_value_size = self.num_key_value_heads * self.head_dim
         self.qkv_sizes = [self.num_heads * self.head_dim, key_value_size, key_value_size]
         linear: dict[str, Any] = {"bias": config.attention_bias, "quant_config": vllm_config.quant_config}
-        sizes = config.hidden_size, self.head_dim, heads, key_value_heads
-        self.qkv_proj = QKVParallelLinear(*sizes, prefix=f"{prefix}.qkv_proj", **linear)
-        self.o_proj = RowParallelLinear(heads * self.head_dim, config.hidden_size, prefix=f"{prefix}.o_proj", **linear)
+        named = {**linear, "prefix": f"{prefix}.qkv_proj"}
+        if ranks == world_size:
+            self.qkv_proj = QKVParallelLinear(config.hidden_size, self.head_dim, heads, key_value_heads, **named)
+        else:
+            self.qkv_proj = ColumnParallelLinear(config.hidden_size, sum(self.qkv_sizes), gather_output=True, **named)
+        linear |= {"prefix": f"{prefix}.o_proj", "input_is_parallel": ranks == world_size}
+        self.o_proj = RowParallelLinear(heads * self.head_dim, config.hidden_size, **linear)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, eps=config.qk_norm_eps)
@@ -68,7 +84,8 @@ class DCFormerAttention(nn.Module):
         if self.compose is None:
             self.attn: nn.Module = Attention(self.num_heads, self.head_dim, self.head_dim**-0.5, **options)
         else:
-            _load_groups_of_this_rank(self.compose)
+            if ranks > 1:
+                _load_groups_of_this_rank(self.compose)
             channels = config.compose_cache_channels
             self.attn = ComposedAttention(self.num_heads, self.head_dim, *channels, self.compose, **options)
 
@@ -175,19 +192,24 @@ class DCFormerModel(nn.Module):
         super().__init__()
         config = vllm_config.model_config.hf_config
         self.config = config
+        self.stage = get_pp_group()
         sizes = config.vocab_size, config.hidden_size
         options: dict[str, Any] = {"quant_config": vllm_config.quant_config, "prefix": f"{prefix}.embed_tokens"}
-        self.embed_tokens = VocabParallelEmbedding(*sizes, **options)
-        self.embed_positions = self.rotary_emb = None
-        if config.position_embedding_type == "learned":
-            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        else:
+        self.embed_tokens, self.embed_positions, self.norm = PPMissingLayer(), PPMissingLayer(), PPMissingLayer()
+        if self.stage.is_first_rank or (config.tie_word_embeddings and self.stage.is_last_rank):
+            self.embed_tokens = VocabParallelEmbedding(*sizes, **options)
+        self.rotary_emb = None
+        if config.position_embedding_type != "learned":
             self.rotary_emb = DCFormerRotaryEmbedding(config)
-        self.layers = nn.ModuleList(
-            DCFormerDecoderLayer(config, i, vllm_config, f"{prefix}.layers.{i}")
-            for i in range(config.num_hidden_layers)
+        elif self.stage.is_first_rank:
+            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.start_layer, self.end_layer, self.layers = make_layers(
+            config.num_hidden_layers,
+            lambda prefix: DCFormerDecoderLayer(config, int(prefix.rpartition(".")[2]), vllm_config, prefix),
+            prefix=f"{prefix}.layers",
         )
-        self.norm = make_norm(config)
+        if self.stage.is_last_rank:
+            self.norm = make_norm(config)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """(tokens, hidden) embeddings of (tokens,) ids."""
@@ -200,23 +222,32 @@ class DCFormerModel(nn.Module):
         positions: Tensor,
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: Tensor | None = None,
-    ) -> Tensor:
-        """(tokens,) ids, or (tokens, hidden) embeddings, at (tokens,) positions -> (tokens, hidden)."""
-        if inputs_embeds is None:
+    ) -> Tensor | IntermediateTensors:
+        """
+        (tokens,) ids, or (tokens, hidden) embeddings or states of the stage before, at (tokens,) positions -> states
+        (tokens, hidden).
+        """
+        if not self.stage.is_first_rank:
+            assert intermediate_tensors is not None
+            hidden_states = intermediate_tensors["hidden_states"]
+        elif inputs_embeds is None:
             assert input_ids is not None  # vLLM gives one of them
-            inputs_embeds = self.embed_input_ids(input_ids)
-        hidden_states = inputs_embeds
+            hidden_states = self.embed_input_ids(input_ids)
+        else:
+            hidden_states = inputs_embeds
         position_embeddings = None
-        if self.embed_positions is not None:
-            hidden_states = hidden_states + self.embed_positions(positions)
-        elif self.rotary_emb is not None:
+        if self.rotary_emb is not None:
             position_embeddings = self.rotary_emb(hidden_states, positions.unsqueeze(1))
-        for layer in self.layers:
+        elif self.stage.is_first_rank:
+            hidden_states = hidden_states + self.embed_positions(positions)
+        for layer in self.layers[self.start_layer : self.end_layer]:
             hidden_states = layer(hidden_states, position_embeddings)
+        if not self.stage.is_last_rank:
+            return IntermediateTensors({"hidden_states": hidden_states})
         return self.norm(hidden_states)
 
 
-class DCFormerForCausalLM(nn.Module):
+class DCFormerForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
     """The language model that vLLM runs for DCFormer and DCPythia."""
 
     packed_modules_mapping = {"qkv_proj": ["qkv_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -227,9 +258,14 @@ class DCFormerForCausalLM(nn.Module):
         self.config = config
         self.model = DCFormerModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         options: dict[str, Any] = {"quant_config": vllm_config.quant_config, "prefix": maybe_prefix(prefix, "lm_head")}
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, **options)
-        if config.tie_word_embeddings:
-            self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+        self.lm_head = PPMissingLayer()
+        if get_pp_group().is_last_rank:
+            self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, **options)
+            if config.tie_word_embeddings:
+                self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+        self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(
+            ["hidden_states"], config.hidden_size
+        )
         self.logits_processor = LogitsProcessor(config.vocab_size)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -241,7 +277,7 @@ class DCFormerForCausalLM(nn.Module):
         positions: Tensor,
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | IntermediateTensors:
         return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
