@@ -1,11 +1,23 @@
-"""Refuse options of vLLM with which these models would compute something else, and token ids beyond the embedding."""
+"""
+Refuse options of vLLM with which these models would compute something else, token ids beyond the embedding, and adapters
+that do not fit.
+"""
 
-from collections.abc import Sequence
+import functools
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM
 from vllm.config import CompilationMode
 from vllm.distributed.utils import get_pp_indices
 from vllm.exceptions import VLLMValidationError
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.utils import get_adapter_absolute_path
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 from vllm.renderers.hf import HfRenderer
@@ -109,3 +121,49 @@ class CheckedRenderer(HfRenderer):
                 "use a tokenizer of that vocabulary, or oov_policy='clamp' in config.json.",
                 parameter=parameter,
             )
+
+    @functools.cached_property
+    def linear_layers(self) -> dict[str, nn.Linear]:
+        """The linear layers that adapters may change, under their names in the Transformers model."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.model_config.hf_config)
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        return {name: layer for name, layer in layers.items() if name != "lm_head"}
+
+    def check_adapter(self, path: str, lora_config: Any) -> None:
+        """Raise VLLMValidationError for an adapter of which vLLM would leave out or misplace a weight."""
+        try:
+            folder = Path(_adapter_folder(path))
+            helper = PEFTHelper.from_local_dir(str(folder), None)
+            helper.validate_legal(lora_config)
+            with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    self._check_adapted(name, tuple(file.get_slice(name).get_shape()), helper)
+        except (OSError, TypeError, ValueError, SafetensorError) as error:
+            raise VLLMValidationError(f"Adapter {path!r} cannot be served: {error}", parameter="lora_request") from error
+
+    def _check_adapted(self, name: str, shape: tuple[int, ...], helper: PEFTHelper) -> None:
+        layer, part = _ADAPTED.sub(r"\1", name), name.split(".")[-2]
+        if layer not in self.linear_layers or part not in ("lora_A", "lora_B"):
+            what = "changes the composition" if ".compose" in name else "is not of a linear layer of this model"
+            raise ValueError(f"{name} {what}; serve what merge_and_unload() gives.")
+        linear, (rank, _) = self.linear_layers[layer], helper.get_rank_and_scaling(layer)
+        fits = (rank, linear.in_features) if part == "lora_A" else (linear.out_features, rank)
+        if shape != fits:
+            raise ValueError(f"{name} has shape {shape}, not {fits}; it was made for another model.")
+
+
+_ADAPTED = re.compile(r"^base_model\.model\.(.*)\.lora_[AB]\.weight$")
+_adapter_folder = functools.lru_cache(get_adapter_absolute_path)
+
+
+def with_checked_adapters(validate: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Make vLLM's check of a request's adapter, a method of its `InputProcessor`, look into the adapter."""
+
+    @functools.wraps(validate)
+    def validated(self: Any, lora_request: Any) -> None:
+        validate(self, lora_request)
+        if lora_request is not None and isinstance(self.renderer, CheckedRenderer):
+            self.renderer.check_adapter(lora_request.lora_path, self.lora_config)
+
+    return validated

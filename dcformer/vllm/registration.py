@@ -29,16 +29,19 @@ def register() -> None:
     from vllm.renderers.registry import RENDERER_REGISTRY
     from vllm.tokenizers.registry import TokenizerRegistry
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.engine.input_processor import InputProcessor
 
     import dcformer  # noqa: F401  registers the configurations and tokenizers
 
-    from .checks import TOKENIZER_MODE, ModelChecks
+    from .checks import TOKENIZER_MODE, ModelChecks, with_checked_adapters
 
     if "DCMHA" in AttentionBackendEnum.__members__:
         return
     register_backend("DCMHA", "dcformer.vllm.attention_backend.ComposedAttentionBackend")
     TokenizerRegistry.register(TOKENIZER_MODE, "vllm.tokenizers.hf", "CachedHfTokenizer")
     RENDERER_REGISTRY.register(TOKENIZER_MODE, "dcformer.vllm.checks", "CheckedRenderer")
+    # vLLM would find out while it computes, and end with all its requests.
+    InputProcessor._validate_lora = with_checked_adapters(InputProcessor._validate_lora)
     for name in ARCHITECTURES:
         ModelRegistry.register_model(name, "dcformer.vllm.model:DCFormerForCausalLM")
         MODELS_CONFIG_MAP[name] = ModelChecks

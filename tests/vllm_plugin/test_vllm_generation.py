@@ -15,6 +15,7 @@ from torchao.core.config import config_to_dict
 from torchao.quantization import Int8Tensor, Int8WeightOnlyConfig, quantize_
 from transformers import AutoModelForCausalLM
 from vllm_engines import (
+    NEW_TOKENS,
     engine,
     greedy,
     greedy_of_generate,
@@ -171,26 +172,74 @@ def test_linear_layers_of_8_bits_serve_as_in_transformers(tmp_path):
     torch.testing.assert_close(log_probabilities, expected, atol=1e-4, rtol=0)
 
 
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+def test_a_draft_model_changes_no_token_and_drafts_what_generate_would(tmp_path):
+    """Of drafts that are often wrong, of other sizes than the model, and over windows."""
+    model, draft = tiny_model(), tiny_model("grouped_query_attention")
+    state = draft.state_dict()
+    for name, weight in model.state_dict().items():
+        if state[name].shape == weight.shape:
+            state[name].copy_(weight)
+    for i in (0, 1):  # two query heads share a key/value head
+        name = f"model.layers.{i}.self_attn.qkv_proj.weight"
+        query, key, value = model.state_dict()[name].split(32)
+        state[name].copy_(torch.cat((query, key[:16], value[:16])))
+    model.save_pretrained(tmp_path / "model")
+    draft.save_pretrained(tmp_path / "draft")
+    prompts = prompts_of(model.config.vocab_size, (1, 5, 17, 33, 44))
+    speculative = {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 3}
+    options = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "disable_log_stats": False}
+    with engine(tmp_path / "model", speculative_config=speculative, **options) as llm:
+        assert greedy(llm, prompts) == greedy_of_generate(model, prompts)
+        counts = {metric.name: metric for metric in llm.get_metrics()}
+    drafted, accepted = 0, 0
+    for prompt, tokens in zip(prompts, greedy_of_generate(model, prompts, NEW_TOKENS + 3)):
+        written = 1
+        while written < NEW_TOKENS:
+            (guess,) = greedy_of_generate(draft, [prompt + tokens[:written]], 3)
+            right = next((i for i in range(3) if guess[i] != tokens[written + i]), 3)
+            drafted, accepted, written = drafted + 3, accepted + right, written + right + 1
+    assert 0 < accepted < drafted
+    assert counts["vllm:spec_decode_num_accepted_tokens"].value == accepted
+
+
 TWO_PROCESSES = """
 import json, sys
 
 if __name__ == "__main__":
     from vllm_engines import engine, greedy
-    with engine(sys.argv[1], tensor_parallel_size=2) as llm:
+    with engine(sys.argv[1], disable_log_stats=False, **json.loads(sys.argv[3])) as llm:
         print("tokens:", json.dumps(greedy(llm, json.loads(sys.argv[2]))))
+        (counted,) = [m.value for m in llm.get_metrics() if m.name.endswith("num_accepted_tokens")] or [None]
+        print("accepted:", counted)
 """
+SHARED = {
+    "groups": ({"compose_groups": 4, "num_key_value_heads": 2, "compose_static": True}, {"tensor_parallel_size": 2}),
+    # With what repeats in the prompt, and heads that two processes could not share.
+    "one_group": (
+        {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "attention_bias": True},
+        {"tensor_parallel_size": 2, "speculative_config": NGRAMS},
+    ),
+    "layers": ({"num_hidden_layers": 3, "position_embedding_type": "learned"}, {"pipeline_parallel_size": 2}),
+}
 
 
-def test_groups_of_heads_are_shared_by_two_processes(tmp_path, monkeypatch):
-    shape = {"compose_groups": 4, "num_key_value_heads": 2, "compose_static": True, "mlp_gate_dim": 4}
-    model = tiny_model(**shape, tie_word_embeddings=True)
+@pytest.mark.parametrize("name", SHARED)
+def test_two_processes_share_a_model(name, tmp_path, monkeypatch):
+    shape, options = SHARED[name]
+    model = tiny_model(**{"mlp_gate_dim": 4, "tie_word_embeddings": True, **shape})
     model.save_pretrained(tmp_path)
     prompts = prompts_of(model.config.vocab_size)
+    prompts += [prompt * 4 for prompt in prompts_of(model.config.vocab_size, (5, 7), seed=1)]
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     root = Path(__file__).resolve().parents[2]
     monkeypatch.setenv("PYTHONPATH", f"{root}:{root / 'tests'}")
     (script := tmp_path / "script.py").write_text(TWO_PROCESSES)
-    command = [sys.executable, str(script), str(tmp_path), json.dumps(prompts)]
+    command = [sys.executable, str(script), str(tmp_path), json.dumps(prompts), json.dumps(options)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stderr[-4000:]
     assert f"tokens: {greedy_of_generate(model, prompts)}" in result.stdout.splitlines()
+    assert ("accepted: None" in result.stdout) == ("speculative_config" not in options)
+    assert "accepted: 0" not in result.stdout

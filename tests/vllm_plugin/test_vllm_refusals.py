@@ -24,16 +24,17 @@ def folder(tmp_path_factory):
     return folder
 
 
-SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+CUSTOM = {"method": "custom_class", "model": "a.b", "num_speculative_tokens": 2}
 DYNAMIC_ROPE = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}
 REFUSED = {
-    "tensor_parallel": ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 must divide compose_groups=1"),
     "kv_cache_dtype": ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
-    "speculative": ({"speculative_config": SPECULATIVE}, "speculative_config"),
+    "speculative": ({"speculative_config": CUSTOM}, "speculative_config with method='custom_class'"),
+    "speculative_stages": ({"speculative_config": NGRAMS, "pipeline_parallel_size": 2}, "leave out one of them"),
     "attention_backend": ({"attention_backend": "CPU_ATTN"}, "attention_backend"),
     "model_impl": ({"model_impl": "transformers"}, "is not a registered model in the Transformers library"),
-    "lora": ({"enable_lora": True}, "does not support LoRA|LoRA is not supported"),
-    "pipeline": ({"pipeline_parallel_size": 2}, "Pipeline parallelism is not supported"),
+    "lora_stages": ({"enable_lora": True, "pipeline_parallel_size": 2}, "enable_lora is not supported with"),
+    "empty_stage": ({"pipeline_parallel_size": 3}, "pipeline_parallel_size=3 leaves a stage without layers"),
     "is_causal": ({"hf_overrides": {"is_causal": False}}, "is_causal=False"),
     "rope_type": ({"hf_overrides": DYNAMIC_ROPE}, "rope_type='dynamic'"),
 }
