@@ -1,7 +1,4 @@
-"""
-Refuse options of vLLM with which these models would compute something else, token ids beyond the embedding, and adapters
-that do not fit.
-"""
+"""Refuse options of vLLM and adapters with which these models would compute something else, and unknown token ids."""
 
 import functools
 import re
@@ -23,9 +20,9 @@ from vllm.platforms import current_platform
 from vllm.renderers.hf import HfRenderer
 
 
-
 TOKENIZER_MODE = "dcformer"  # vLLM's Hugging Face tokenizer, with the renderer below
-_SPECULATIVE_METHODS = (None, "ngram", "draft_model")
+# Their heads are trained on hidden states of one model, and read those.
+_METHODS_BY_STATES = ("eagle", "eagle3", "medusa", "dflash", "dspark", "extract_hidden_states")
 _CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32")
 # Their frequencies follow the length of a sequence, and one step of vLLM computes sequences of many lengths.
 _ROPE_TYPES_BY_LENGTH = ("dynamic", "longrope")
@@ -48,12 +45,12 @@ class ModelChecks(VerifyAndUpdateConfig):
         if vllm_config.speculative_config is not None and vllm_config.speculative_config.uses_draft_model():
             # vLLM has one group of blocks for all layers of a draft model, so those behind a window stay.
             vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = True
-        if current_platform.is_cpu() and vllm_config.parallel_config.pipeline_parallel_size > 1:
+        model, compilation = vllm_config.model_config, vllm_config.compilation_config
+        stages = vllm_config.parallel_config.pipeline_parallel_size
+        if stages > 1 and model.enforce_eager and current_platform.is_cpu():
             # On CPUs vLLM makes room for the states of the stage before only where it traces.
-            if vllm_config.model_config.enforce_eager:
-                vllm_config.model_config.enforce_eager = False
-                compilation = vllm_config.compilation_config
-                compilation.mode, compilation.backend = CompilationMode.DYNAMO_TRACE_ONCE, "eager"
+            model.enforce_eager = False
+            compilation.mode, compilation.backend = CompilationMode.DYNAMO_TRACE_ONCE, "eager"
 
 
 def _refusals(config: Any, vllm_config: Any) -> list[tuple[bool, str]]:
@@ -73,7 +70,7 @@ def _refusals(config: Any, vllm_config: Any) -> list[tuple[bool, str]]:
             f"pipeline_parallel_size={stages} leaves a stage without layers: the model has {layers}.",
         ),
         (
-            method not in _SPECULATIVE_METHODS,
+            method in _METHODS_BY_STATES,
             f"speculative_config with method={method!r} is not supported; use 'ngram' or 'draft_model'.",
         ),
         (
@@ -137,20 +134,25 @@ class CheckedRenderer(HfRenderer):
             helper = PEFTHelper.from_local_dir(str(folder), None)
             helper.validate_legal(lora_config)
             with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    self._check_adapted(name, tuple(file.get_slice(name).get_shape()), helper)
-        except (OSError, TypeError, ValueError, SafetensorError) as error:
-            raise VLLMValidationError(f"Adapter {path!r} cannot be served: {error}", parameter="lora_request") from error
+                shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            if not shapes:
+                raise ValueError("it holds no weights.")
+            for name in shapes:
+                self._check_adapted(name, shapes, helper)
+        except (AttributeError, OSError, TypeError, ValueError, SafetensorError) as error:
+            message = f"Adapter {path!r} cannot be served: {error}"
+            raise VLLMValidationError(message, parameter="lora_request") from error
 
-    def _check_adapted(self, name: str, shape: tuple[int, ...], helper: PEFTHelper) -> None:
-        layer, part = _ADAPTED.sub(r"\1", name), name.split(".")[-2]
-        if layer not in self.linear_layers or part not in ("lora_A", "lora_B"):
+    def _check_adapted(self, name: str, shapes: dict[str, tuple[int, ...]], helper: PEFTHelper) -> None:
+        layer = _ADAPTED.sub(r"\1", name)
+        if layer not in self.linear_layers:
             what = "changes the composition" if ".compose" in name else "is not of a linear layer of this model"
             raise ValueError(f"{name} {what}; serve what merge_and_unload() gives.")
         linear, (rank, _) = self.linear_layers[layer], helper.get_rank_and_scaling(layer)
-        fits = (rank, linear.in_features) if part == "lora_A" else (linear.out_features, rank)
-        if shape != fits:
-            raise ValueError(f"{name} has shape {shape}, not {fits}; it was made for another model.")
+        for part, fits in ("A", (rank, linear.in_features)), ("B", (linear.out_features, rank)):
+            name = f"base_model.model.{layer}.lora_{part}.weight"
+            if (shape := shapes.get(name)) != fits:
+                raise ValueError(f"{name} has shape {shape}, not {fits}; it was made for another model.")
 
 
 _ADAPTED = re.compile(r"^base_model\.model\.(.*)\.lora_[AB]\.weight$")

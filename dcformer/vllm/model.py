@@ -1,5 +1,6 @@
 """DCFormer and DCPythia of vLLM's layers, under the names that the Transformers models have."""
 
+import itertools
 import re
 from collections.abc import Iterable
 from functools import partial
@@ -240,7 +241,7 @@ class DCFormerModel(nn.Module):
             position_embeddings = self.rotary_emb(hidden_states, positions.unsqueeze(1))
         elif self.stage.is_first_rank:
             hidden_states = hidden_states + self.embed_positions(positions)
-        for layer in self.layers[self.start_layer : self.end_layer]:
+        for layer in itertools.islice(self.layers, self.start_layer, self.end_layer):
             hidden_states = layer(hidden_states, position_embeddings)
         if not self.stage.is_last_rank:
             return IntermediateTensors({"hidden_states": hidden_states})

@@ -58,7 +58,7 @@ def test_several_adapters_serve_as_in_transformers_and_others_are_refused(source
     models.append(adapter(base, folders[3], rank=2, target_modules=["up_proj"], rank_pattern={"up_proj": 3}))
     refused = {
         "lora_A.weight has shape .*made for another model": ({"target_modules": ["o_proj"]}, {"head_dim": 16}),
-        "lora_B.weight has shape .*made for another model": ({"target_modules": ["up_proj"]}, {"intermediate_size": 44}),
+        "lora_B.weight has shape .*made for another model": ({"target_modules": MLP[1:2]}, {"intermediate_size": 44}),
         "layers.7.*not of a linear layer": ({"target_modules": r".*layers\.7\.mlp\.up_proj"}, {"num_hidden_layers": 8}),
         "changes the composition": ({"target_parameters": ["compose.gate_weight"]}, {}),
         "modules_to_save: .'compose'": ({"target_modules": ["o_proj"], "modules_to_save": ["compose"]}, {}),
@@ -70,9 +70,8 @@ def test_several_adapters_serve_as_in_transformers_and_others_are_refused(source
     with engine(tmp_path, max_num_seqs=6, **options) as llm:
         for number, (message, (chosen, other)) in enumerate(refused.items()):
             if chosen is not None:
-                config = copy.deepcopy(base.config)
-                config.update({"layer_types": None, **other} if other else {})
-                adapter(AutoModelForCausalLM.from_config(type(config)(**config.to_dict())), tmp_path / f"{number}", **chosen)
+                config = type(base.config)(**{**base.config.to_dict(), "layer_types": None, **other})
+                adapter(AutoModelForCausalLM.from_config(config), tmp_path / f"{number}", **chosen)
             with pytest.raises(VLLMValidationError, match=message):
                 ask(llm, prompts, [tmp_path / f"{number}"])
         outputs = ask(llm, prompts, folders)

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from tiny_models import tiny_model
+from tiny_models import ANSWERS, tiny_model
 
 
 pytest.importorskip("vllm", reason="vLLM needs a separate environment: make test-serving")
@@ -25,11 +25,13 @@ def folder(tmp_path_factory):
 
 
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-CUSTOM = {"method": "custom_class", "model": "a.b", "num_speculative_tokens": 2}
+MEDUSA = {"method": "medusa", "model": ANSWERS, "num_speculative_tokens": 2}
+OTHER_VOCABULARY = {"method": "draft_model", "model": ANSWERS, "num_speculative_tokens": 2}
 DYNAMIC_ROPE = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}
 REFUSED = {
     "kv_cache_dtype": ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
-    "speculative": ({"speculative_config": CUSTOM}, "speculative_config with method='custom_class'"),
+    "speculative": ({"speculative_config": MEDUSA}, "speculative_config with method='medusa'"),
+    "other_vocabulary": ({"speculative_config": OTHER_VOCABULARY}, "should have the same vocabulary size"),
     "speculative_stages": ({"speculative_config": NGRAMS, "pipeline_parallel_size": 2}, "leave out one of them"),
     "attention_backend": ({"attention_backend": "CPU_ATTN"}, "attention_backend"),
     "model_impl": ({"model_impl": "transformers"}, "is not a registered model in the Transformers library"),
