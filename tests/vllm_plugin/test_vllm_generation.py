@@ -176,21 +176,18 @@ NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3
 
 
 def test_a_draft_model_changes_no_token_and_drafts_what_generate_would(tmp_path):
-    """Of drafts that are often wrong, of other sizes than the model, and over windows."""
-    model, draft = tiny_model(), tiny_model("grouped_query_attention")
-    state = draft.state_dict()
-    for name, weight in model.state_dict().items():
-        if state[name].shape == weight.shape:
-            state[name].copy_(weight)
-    for i in (0, 1):  # two query heads share a key/value head
-        name = f"model.layers.{i}.self_attn.qkv_proj.weight"
-        query, key, value = model.state_dict()[name].split(32)
-        state[name].copy_(torch.cat((query, key[:16], value[:16])))
+    """Of drafts that are often wrong."""
+    model = tiny_model()
+    draft = tiny_model(num_hidden_layers=3, layer_types=[*model.config.layer_types, "sliding_attention"])
+    draft.load_state_dict(model.state_dict(), strict=False)
+    for part in (draft.model.layers[2].self_attn.o_proj, draft.model.layers[2].mlp.down_proj):
+        part.weight.data.mul_(0.4)
     model.save_pretrained(tmp_path / "model")
     draft.save_pretrained(tmp_path / "draft")
-    prompts = prompts_of(model.config.vocab_size, (1, 5, 17, 33, 44))
+    prompts = prompts_of(model.config.vocab_size, (1, 5, 17, 20, 44))
     speculative = {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 3}
-    options = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "disable_log_stats": False}
+    # So few blocks that the last is used too, where a token without a place would be put.
+    options = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "disable_log_stats": False, "num_gpu_blocks_override": 10}
     with engine(tmp_path / "model", speculative_config=speculative, **options) as llm:
         assert greedy(llm, prompts) == greedy_of_generate(model, prompts)
         counts = {metric.name: metric for metric in llm.get_metrics()}
