@@ -187,8 +187,9 @@ def test_a_draft_model_changes_no_token_and_drafts_what_generate_would(tmp_path)
     prompts = prompts_of(model.config.vocab_size, (1, 5, 17, 20, 44))
     speculative = {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 3}
     # So few blocks that the last is used too, where a token without a place would be put.
-    options = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "disable_log_stats": False, "num_gpu_blocks_override": 10}
-    with engine(tmp_path / "model", speculative_config=speculative, **options) as llm:
+    options = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "num_gpu_blocks_override": 10}
+    options |= {"speculative_config": speculative, "disable_log_stats": False}
+    with engine(tmp_path / "model", **options) as llm:
         assert greedy(llm, prompts) == greedy_of_generate(model, prompts)
         counts = {metric.name: metric for metric in llm.get_metrics()}
     drafted, accepted = 0, 0
