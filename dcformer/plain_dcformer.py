@@ -1,5 +1,6 @@
 """Composed attention in torch's operators: the mathematics that every other backend computes faster."""
 
+import functools
 import math
 
 import torch
@@ -58,14 +59,11 @@ def plain_attention(inputs: AttentionInputs) -> Tensor:
         return attend_block(inputs, (0, queries, 0, keys))[0]
     # A program for every batch cannot have chunks for its own.
     rows = heads if torch.compiler.is_exporting() and not is_number(batch) else batch * heads
-    blocks, outputs = plain_blocks(mask, rows, inputs.chunk_size), []
+    blocks = plain_blocks(mask, rows, inputs.chunk_size)
     # Recomputing hooks into what a backward pass saves, which torch.func does not support.
     recompute = len(blocks) > 1 and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
-    for block in blocks:
-        if recompute:
-            outputs.append(checkpoint(attend_block, inputs, block, use_reentrant=False)[0])
-        else:
-            outputs.append(attend_block(inputs, block)[0])
+    attend = functools.partial(checkpoint, attend_block, use_reentrant=False) if recompute else attend_block
+    outputs = [attend(inputs, block)[0] for block in blocks]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 

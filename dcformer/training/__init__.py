@@ -1,6 +1,5 @@
 """Training: recipes in YAML, a thin layer over `transformers.Trainer`, and runs that can be stopped at any moment."""
 
-from .plan import RunPlan
 from .recipe import (
     DataRecipe,
     Recipe,
@@ -13,6 +12,7 @@ from .recipe import (
     packaged_recipes,
 )
 from .run import fingerprint_inputs, plan_run, train
+from .run_plan import RunPlan
 from .throughput import flops_per_token, peak_flops, resolve_precision, visible_pairs
 
 

@@ -24,9 +24,9 @@ from ..loading import find_folder, fingerprint_tokenizer, load_tokenizer, refuse
 from . import run_files
 from .data import build_datasets, train_tokenizer
 from .documents import fingerprint_documents, fingerprint_files
-from .plan import RunPlan, describe_run, measure_run
 from .recipe import HEAD_TASKS, OmegaConf, Recipe, TokenizerRecipe, build_config, first_difference
 from .run_files import COMPOSITION_FILE, FINAL, LOCK_FILE, RECIPE_FILE, UNFINISHED
+from .run_plan import RunPlan, describe_run, measure_run
 from .summary import plot_losses, write_training_card
 from .trainer import OnProgress, RecipeTrainer, make_trackers, training_arguments
 

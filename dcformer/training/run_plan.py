@@ -58,12 +58,13 @@ class RunPlan:
         is_known = peak_flops(self.precision, self.device) is not None
         count, gpu = (self.processes, self.device) if is_known else (1, "H100")
         hours = self.flops / (count * (peak_flops(self.precision, gpu) or 1.0) * 3600)
+        estimate = f"{hours / MOST_SHARE:.2g} to {hours / LEAST_SHARE:.2g} hours on {count} x {gpu}"
+        estimate += f" at {MOST_SHARE:.0%} to {LEAST_SHARE:.0%} of its peak"
         return (
             f"Model: {self.parameters:,} parameters ({self.compose_parameters:,} of composition), "
             f"{self.trained_parameters:,} of them trained; vocabulary of {self.vocab_size:,}\n"
             f"Training: {self.steps:,} steps of {self.batch_tokens:,} tokens ({self.steps * self.batch_tokens:,}), "
-            f"{self.flops:.3g} FLOPs: {hours / MOST_SHARE:.2g} to {hours / LEAST_SHARE:.2g} hours on {count} x {gpu} "
-            f"at {MOST_SHARE:.0%} to {LEAST_SHARE:.0%} of its peak\n"
+            f"{self.flops:.3g} FLOPs{': ' + estimate if is_known or hours > 0.01 else ''}\n"
             f"Device: {self.device}, processes: {self.processes}, {self.precision}, attention: {self.attention}\n"
             f"Memory of a process: {decimal(self.memory_bytes)} for parameters, gradients and optimiser states, and "
             "activations besides"
