@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from dcformer import pretrained_path
 from dcformer.cli import app
-from dcformer.training import Recipe, flops_per_token, plan, plan_run, train
+from dcformer.training import Recipe, flops_per_token, plan_run, run_plan, train
 from dcformer.training.throughput import TrainingClock
 from dcformer.training.trainer import RecipeTrainer
 
@@ -53,7 +53,7 @@ def test_a_dry_run_multiplies_what_it_measures_and_leaves_the_folder_as_it_is(st
     monkeypatch.setattr(TrainingClock, "lap", lambda clock: setattr(clock, "seconds", clock.seconds + 1))
     slow = lambda self, rows: evaluate(self, rows) | {"eval_runtime": len(rows) / 4}  # noqa: E731
     monkeypatch.setattr(RecipeTrainer, "evaluate", slow)
-    monkeypatch.setattr(plan, "_MEASURED_FLOPS", 0.0)  # three steps
+    monkeypatch.setattr(run_plan, "_MEASURED_FLOPS", 0.0)  # three steps
     lines: list[str] = []
     measured = train(recipe, dry_run=True, on_message=lines.append)
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
