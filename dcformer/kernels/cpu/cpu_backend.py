@@ -113,14 +113,9 @@ class CPUBackend(Backend):
         views[-len(_NO_VIEW) :] = _views(hidden_states, cosine, sine)
         number = 2 * compose.rank * (hidden is not None) + (gate is not None)  # of factors
         heads, key_heads, width = layer.num_heads, layer.num_key_value_heads, layer.head_dim
-        # The memory of a head holds a query with its factors, then key and value in rows as a cache has them, each with
-        # its key-wise factors; where key/value heads are fewer, all factors lie behind the query.
         is_packed = key_heads == heads
-        behind = [slot for slot in slots if slot % 2 == 0 or not is_packed]
-        padding = -number % CACHE_ROW_ALIGNMENT
-        rows = [width + number + padding if is_packed and slot in slots else width for slot in (1, 3)]
-        sizes = [width, *[number] * len(behind)]
-        parts, written = _new_rows(hidden_states, heads, sizes + rows if is_packed else sizes)
+        behind, padding, sizes, rows = _row_layout(tuple(slots), number, width, is_packed)
+        parts, written = _new_rows(hidden_states, heads, sizes)
         if not is_packed:
             of_states = _new_rows(hidden_states, key_heads, rows)
             parts, written = parts + of_states[0], written + of_states[1]
@@ -145,7 +140,25 @@ class CPUBackend(Backend):
         return parts[0], states[0], states[1], pre, post
 
 
-def _new_rows(like: Tensor, heads: int, sizes: list[int]) -> tuple[list[Any], list[Any]]:
+@functools.cache
+def _row_layout(
+    slots: tuple[int, ...], number: int, width: int, is_packed: bool
+) -> tuple[list[int], int, tuple[int, ...], tuple[int, ...]]:
+    """
+    The slots whose factors lie behind the query, the padding of a row of the cache, and the sizes of the parts that the
+    memory of a query's and of a key/value head consists of.
+
+    The memory of a head holds a query with its factors, then key and value in rows as a cache has them, each with its
+    key-wise factors; where key/value heads are fewer, they have their own, and all factors lie behind the query.
+    """
+    behind = [slot for slot in slots if slot % 2 == 0 or not is_packed]
+    padding = -number % CACHE_ROW_ALIGNMENT
+    rows = tuple(width + number + padding if is_packed and slot in slots else width for slot in (1, 3))
+    sizes = (width, *[number] * len(behind))
+    return behind, padding, sizes + rows if is_packed else sizes, rows
+
+
+def _new_rows(like: Tensor, heads: int, sizes: Sequence[int]) -> tuple[list[Any], list[Any]]:
     """
     Rows of zeros for the heads of every token of (batch, length, hidden), divided into parts of these sizes: the parts,
     (batch, heads, length, size), and their views for the code, which `_views` would take longer to make.
