@@ -31,7 +31,7 @@ _TITLES = {
     "head": "Head tasks, {}",
     "perplexity": "Perplexity",
     "text": "Loss on texts: nats per token, its exponential, and bits per byte",
-    "other": "Other results, {}-shot",
+    "other": "Other results, {}-shot; acc in percent",
 }
 
 

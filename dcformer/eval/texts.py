@@ -39,7 +39,8 @@ def text_files(path: str | os.PathLike) -> list[Path]:
         raise FileNotFoundError(f"There is no {str(path)!r}; --text names a file or a folder.")
     found = [file for file in (sorted(path.rglob("*")) if path.is_dir() else [path]) if file.is_file()]
     if not (files := [file for file in found if ending_of(str(file))]):
-        raise ValueError(f"{str(path)!r} has no file that ends in {', '.join(ENDINGS)}.")
+        verb = "has no file that ends" if path.is_dir() else "does not end"
+        raise ValueError(f"{str(path)!r} {verb} in {', '.join(ENDINGS)}.")
     return files
 
 

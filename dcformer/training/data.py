@@ -9,6 +9,7 @@ There is no attention mask: beside one, Transformers would not separate document
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from array import array
 from bisect import bisect_left
@@ -41,20 +42,27 @@ _OPEN_ROWS = 16  # rows among which "whole" packing chooses
 _LAYOUT_VERSION = 2  # part of the name of packed rows on disk; raise it when the same documents pack differently
 
 
+@contextlib.contextmanager
+def _naming_the_cause() -> Iterator[None]:
+    """Raise what is wrong with the data, where `datasets` says only that there was an error."""
+    try:
+        yield
+    except DatasetGenerationError as error:
+        raise error.__cause__ or error from error
+
+
+@_naming_the_cause()
 def build_datasets(
     recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase, seed: int = 0
 ) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset | None]:
     """Build the rows for training and, if the recipe has an evaluation, for it."""
-    try:
-        train = _build_rows(recipe, tokenizer, seed, shuffle=recipe.stages is None)
-        if recipe.evaluation is None:
-            return train, None
-        return train, _build_rows(recipe.evaluation, tokenizer, EVALUATION_SEED, shuffle=False)
-    except DatasetGenerationError as error:
-        # The message of datasets says only that there was an error.
-        raise error.__cause__ or error from error
+    train = _build_rows(recipe, tokenizer, seed, shuffle=recipe.stages is None)
+    if recipe.evaluation is None:
+        return train, None
+    return train, _build_rows(recipe.evaluation, tokenizer, EVALUATION_SEED, shuffle=False)
 
 
+@_naming_the_cause()
 def train_tokenizer(recipe: TokenizerRecipe, data: DataRecipe) -> PreTrainedTokenizerFast:
     """Train byte-level BPE, which gives back every text, on the training data; the same data give the same tokens."""
     tokenizer, end = Tokenizer(models.BPE()), "<|endoftext|>"

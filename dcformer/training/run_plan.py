@@ -145,7 +145,7 @@ def measure_run(
     with tempfile.TemporaryDirectory() as scratch:
         recipe = replace(recipe, output=scratch, training=replace(short, logging_steps=1))
         arguments = training_arguments(recipe, plan.processes)
-        arguments.save_strategy = arguments.eval_strategy = "no"
+        arguments.save_strategy, arguments.eval_strategy, arguments.report_to = "no", "no", []
         trainer = RecipeTrainer(recipe, model, arguments, tokenizer, rows, tests)
         trainer.train()
         first, *_, last = (record["seconds"] for record in trainer.state.log_history)  # much is set up in the first

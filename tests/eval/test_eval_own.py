@@ -250,7 +250,11 @@ def test_names_are_of_tasks_groups_and_tags_and_never_taken_for_the_papers(model
     assert [record.task for record in made] == ["lm_eval_piqa", "lm_eval_average", *names[2:]]
     assert {record.num_samples for record in read_records(tmp_path / "out")} == {9}
     report = build_report(tmp_path / "out")
-    assert not report.banners and report.frame.paper.isna().all() and {*report.tables()} == {"Other results, 0-shot"}
+    assert (
+        not report.banners
+        and report.frame.paper.isna().all()
+        and {*report.tables()} == {"Other results, 0-shot; acc in percent"}
+    )
 
 
 WRONG = {
@@ -262,7 +266,7 @@ WRONG = {
     "own_data .*FileNotFoundError: .*none.jsonl": ["--tasks", "own_data"],
     r"to generate \(64\) must be less than model's maximum sequence length \(64\)": ["--tasks", "own_long"],
     "no 'none.txt'; --text names": ["--text", "none.txt"],
-    r"'notes\.md' has no file that ends in \.jsonl": ["--text", "notes.md"],
+    r"'notes\.md' does not end in \.jsonl": ["--text", "notes.md"],
     "'empty' has no file that ends": ["--text", "empty"],
     "no text in 'empty.txt'": ["--text", "empty.txt"],
     "no text in 'empty.jsonl'": ["--text", "empty.jsonl"],

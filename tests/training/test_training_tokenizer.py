@@ -39,6 +39,8 @@ def test_its_tokens_are_those_of_the_library_and_give_back_every_text(recipe, mo
     for text in (*TEXTS, "ünseen \x7f ﷽ <|endoftext|> \t\r\n ", ""):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert (tokenizer.eos_token, tokenizer.bos_token) == ("<|endoftext|>",) * 2
+    with pytest.raises(ValueError, match=r"text\.jsonl', line 1: there is no 'body'; the columns are text"):
+        train_tokenizer(recipe.tokenizer, replace(recipe.data, text_column="body"))
     offsets = tokenizer("a Rome", return_offsets_mapping=True)["offset_mapping"]
     assert all(start != 1 for start, _ in offsets)  # answers cover words without the spaces before them
     pieces, size = [], len(TEXTS[0]) // 3 + 1

@@ -47,6 +47,9 @@ def test_wandb_and_tensorboard_continue_a_stopped_run(tmp_path, logged):
     assert len([*tmp_path.glob(f"wandb/offline-run-*-{name}/run-{name}.wandb")]) == 2
     train(recipe, resume=False)
     assert len({name for name, *_ in logged}) == 2
+    count = len(logged)
+    train(recipe, dry_run=True)
+    assert len(logged) == count and wandb.run is None
 
 
 def test_a_tracker_that_is_missing_or_unknown_is_named_before_anything_is_written(tmp_path, monkeypatch):
