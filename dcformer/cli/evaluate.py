@@ -91,9 +91,12 @@ def eval_command(
         from ..eval import AUTHORS_TASKS, EvaluationOptions, build_report, evaluate, find_tasks
 
         with _progress() as on_progress:
-            found = () if text and tasks is None else find_tasks(suite, tasks, include_path)
+            chosen: str | list[str] | None = tasks
+            if not authors and (tasks is not None or not text):
+                chosen = [task for task in find_tasks(suite, tasks, include_path) if task not in AUTHORS_TASKS]
             options = EvaluationOptions(
-                tasks=[task for task in found if authors or task not in AUTHORS_TASKS] if found else None,
+                suite=suite,
+                tasks=chosen,
                 include_path=include_path,
                 text=text or (),
                 text_column=text_column,
