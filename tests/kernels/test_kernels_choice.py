@@ -257,35 +257,6 @@ def test_small_calls_in_a_compiled_graph_run_on_pytorch_but_for_decoding(limit, 
     assert ran == [*expected, 13]
 
 
-@pytest.mark.parametrize(("is_compiled", "use_reentrant"), [(True, False), (False, True)])
-def test_the_first_step_of_training_with_checkpoints_runs_on_the_kernels(is_compiled, use_reentrant, ran):
-    model, tokens = tiny_model(num_hidden_layers=1).to(DEVICE).train(), random_tokens(2, 13).to(DEVICE)
-
-    def gradients(forward):
-        model.zero_grad()
-        forward(tokens, labels=tokens, use_cache=False).loss.backward()
-        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    found = gradients(torch.compile(model, backend="aot_eager") if is_compiled else model)
-    assert ran == [13, 13]
-    model.set_attn_implementation("dcmha_plain")
-    assert_close(found, gradients(model), atol=2e-5, rtol=1e-4)
-
-
-def test_a_model_compiled_under_autocast_holds_the_kernels(unasked):
-    graphs = []
-
-    def keep(graph, example_inputs):
-        graphs.append(graph)
-        return graph
-
-    compiled = torch.compile(tiny_model(num_hidden_layers=1).to(DEVICE), backend=keep, fullgraph=True)
-    with torch.autocast(DEVICE, torch.float16):
-        compiled(random_tokens(1, 9).to(DEVICE), use_cache=False)
-    assert "dcformer.composed_forward" in str(graphs[0].graph)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("implementation", ["dcmha_triton", "eager"])
 def test_a_model_exported_for_every_length_holds_the_kernels_only_if_they_are_named(implementation, unasked):

@@ -20,6 +20,7 @@ from transformers.utils import import_utils
 from dcformer import DCMultiheadAttention, compose_dcformer
 from dcformer.compose_dcformer import ComposeProjection
 from dcformer.kernels.cpu import cpu_backend
+from dcformer.kernels.triton import attention_forward
 from dcformer.kernels.triton import compose_weights as projection
 from dcformer.kernels.triton import triton_backend as triton_form
 from dcformer.modeling_dcformer import DCFormerRMSNorm
@@ -332,26 +333,27 @@ def test_models_compute_the_same(variant, launched, monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["eager", "checkpoints", "compiled_checkpoints", "autocast", "compiled_autocast"])
-def test_training_steps_are_the_same(way, launched, monkeypatch):
-    model, tokens = tiny_model(num_hidden_layers=1).to(DEVICE).train(), random_tokens(2, 5).to(DEVICE)
-    model.set_attn_implementation(NAMED)
+def test_first_steps_of_training_run_on_the_kernels_and_are_the_same(way, launched, monkeypatch):
+    model, tokens = tiny_model(num_hidden_layers=1).to(DEVICE).train(), random_tokens(2, 9).to(DEVICE)
+    attended, attend = [], attention_forward.composed_forward
+    monkeypatch.setattr(triton_form, "FEWEST_SCORES_IN_A_GRAPH", 0)
+    monkeypatch.setattr(attention_forward, "composed_forward", lambda *call: (attended.append(way), attend(*call))[1])
     if "checkpoints" in way:
         model.gradient_checkpointing_enable({"use_reentrant": way == "checkpoints"})
-    forward = torch.compile(model, backend="aot_eager", fullgraph=True) if "compiled" in way else model
 
-    def gradients():
+    def gradients(forward):
         model.zero_grad()
         with torch.autocast(DEVICE, torch.float16, enabled="autocast" in way):
             loss = forward(tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
-    found = gradients()
-    assert len(launched) == (2 if "checkpoints" in way else 1)
+    found = gradients(torch.compile(model, backend="aot_eager", fullgraph=True) if "compiled" in way else model)
+    assert len(launched) == len(attended) == (2 if "checkpoints" in way else 1)
+    model.set_attn_implementation("dcmha_plain")
     monkeypatch.setattr(triton_form.TritonBackend, "factors", lambda *operands: None)
-    torch._dynamo.reset()
     tolerance = 2e-2 if "autocast" in way else 1e-5
-    for name, expected in gradients().items():
+    for name, expected in gradients(model).items():
         assert_close(found[name], expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
 

@@ -20,7 +20,7 @@ CASES = {
     "window": (135, 135, {"sliding_window": 37}),
     "window on both sides": (70, 135, {"sliding_window": 37, "is_causal": False}),
     "before the last keys": (70, 135, {"query_offset": 11, "sliding_window": 60}),
-    "padding": (70, 135, {"padding": SOME, "sliding_window": 60}),
+    "padding": (40, 135, {"padding": SOME, "sliding_window": 60}),
     "dense": (70, 135, {"dense": DENSE, "is_causal": False}),
     "documents": (135, 135, {"sequence_ids": DOCUMENTS[None], "sliding_window": 60}),
     "one": (1, 135, {"sliding_window": 70}),

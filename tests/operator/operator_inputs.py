@@ -197,10 +197,10 @@ CASES = {
     "float_mask": Case({"queries": 17, "keys": 29}, {"is_causal": False, "chunk_size": 7}, float_mask),
     "float_mask_per_head_window_5": Case(options={"sliding_window": 5}, mask=per_head(float_mask)),
     "documents": Case(options={"chunk_size": 7}, mask=documents),
-    "document_that_comes_back_window_10": Case({"queries": 70}, mask=document_that_comes_back),
+    "document_that_comes_back_window_10": Case({"queries": 70, "post": KEY_WISE}, mask=document_that_comes_back),
     "multi_query_scaling": Case({"key_value_heads": 1, "pre": KEY_WISE}, {"sliding_window": 5, "scaling": 0.3}),
     "two_groups_grouped_query_wide_values": Case(
-        {"heads": 6, "key_value_heads": 3, "groups": 2, "rank": 1, "queries": 40, "value_channels": 8}
+        {"heads": 6, "key_value_heads": 3, "groups": 2, "rank": 1, "value_channels": 8}
     ),
     "rank_3": Case({"rank": 3, "post": None}),
     "rank_4": Case({"rank": 4, "pre": None}),

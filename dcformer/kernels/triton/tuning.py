@@ -20,6 +20,8 @@ PART = tl.constexpr(16)
 TILES = {"hopper": (2048, 64, 4, 4), "others": (1024, 32, 2, 3), "float32": (1024, 16, 4, 3)}
 # Registers of a thread for the factors of its keys; kernels that need more compute one result at a time.
 FACTOR_REGISTERS = 128
+# Tiles of matrix products are large for more queries and keys in sight than these.
+LARGE = 256
 # Options of the kernels that reduce what blocks contribute, and of the gradients of the queries' factors. All name the
 # fusion of products and sums, whose default Triton 3.10 changes.
 REDUCING = {"num_warps": 4, "enable_fp_fusion": True}
@@ -57,7 +59,7 @@ class Sizes(NamedTuple):
         # Large tiles read queries and keys less often. They need the registers of 16-bit products and the memory of few
         # channels, and waste much at the edges of a narrow band.
         window = call.sliding_window or call.key.shape[2]
-        is_large = min(window, queries) > 256 and max(channels, call.value.shape[3]) <= 128
+        is_large = min(window, queries) > LARGE and max(channels, call.value.shape[3]) <= 128
         rows = 128 if is_large and dtype != torch.float32 else 64
         scores, keys, warps, stages = TILES[
             "float32" if dtype == torch.float32 else "hopper" if is_hopper(call.query) else "others"
