@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..head_tasks import REFERENCES, reference_answers
 from . import published, stats
-from .control import Control, control_of, control_of_average
+from .control import control_of, control_of_average
 from .perplexity import PAPER_WINDOW
 from .published import AVERAGE
 from .records import Record, in_paper_order, model_folder, read_records, read_samples
@@ -44,9 +44,13 @@ class Results:
         rows: Model -> row of the paper.
         models: In the order of the tables: the baseline, then the paper's order, then by name.
         names: Model -> its name in the tables.
+        bootstrap: `seed` and `resamples` of differences.
     """
 
-    def __init__(self, output: str | os.PathLike, baseline: str | None, paper_rows: Mapping[str, str]):
+    def __init__(
+        self, output: str | os.PathLike, baseline: str | None, paper_rows: Mapping[str, str], bootstrap: dict[str, int]
+    ):
+        self.bootstrap = bootstrap
         self.records = {(r.model, r.task, r.num_fewshot): r for r in read_records(output)}
         models = sorted({model for model, _, _ in self.records})
         by_folder = {model_folder(model): model for model in models}
@@ -94,10 +98,8 @@ class Results:
             if first != second and not (name == "oov_policy" and None in (first, second)):
                 return None, f"{name} is {first} for the former and {second} for the latter"
         if not stats.have_same_documents(self.samples(record), self.samples(other)):
-            reason = (
-                "they were scored on different documents (other data or limit, or a tokenizer that packs otherwise)"
-            )
-            return None, reason
+            documents = "different documents (other data or limit, or a tokenizer that packs otherwise)"
+            return None, f"they were scored on {documents}"
         return other, ""
 
 
@@ -118,12 +120,20 @@ def short_names(models: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def compare(results: Results, correction: str, bootstrap: Mapping[str, int]) -> pandas.DataFrame:
-    """All numbers, with the columns of [`Report.frame`]; `bootstrap` has its seed and number of resamples."""
+def compare(results: Results, correction: str) -> pandas.DataFrame:
+    """All numbers, with the columns of [`Report.frame`]."""
     rows: list[dict[str, Any]] = []
     for _, _, records in results.groups():
-        cells = [cell for record in records for cell in _cells(results, record, bootstrap)]
-        rows += [*cells, *_average(results, records, cells, bootstrap), *_authors_all(results, records, bootstrap)]
+        rows += [_number(results, r.task, {r.task: [r]}, metric) for r in records for metric in r.metrics]
+        columns = [record for record in records if record.task in TABLE4_COLUMNS]
+        if not why_no_average(columns):
+            rows.append(_number(results, AVERAGE, {record.task: [record] for record in columns}, "acc"))
+        authors = [record for record in records if record.task in AUTHORS_TASKS]
+        texts = {frozenset(sample["fields"]["document"] for sample in results.samples(record)) for record in authors}
+        if len(authors) == len(AUTHORS_TASKS) and len(texts) == 1:
+            # As in Table 5, over all answers with 2 to 7 shots; texts are resampled with all six answers.
+            metrics = [name for name in authors[0].metrics if all(name in record.metrics for record in authors)]
+            rows += [_number(results, AUTHORS_ALL, {AUTHORS_ALL: authors}, metric) for metric in metrics]
     frame = import_extra("pandas").DataFrame(rows)
     frame = frame.astype({"delta": float, **dict.fromkeys(("wins", "losses"), "Int64")})
     if correction == "holm":
@@ -135,32 +145,6 @@ def compare(results: Results, correction: str, bootstrap: Mapping[str, int]) -> 
     return frame
 
 
-def _cells(results: Results, record: Record, bootstrap: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """The numbers of a record."""
-    for metric, measured in record.metrics.items():
-        delta = _difference(results, {record.task: [record]}, metric, bootstrap)
-        held = control_of(results.rows.get(record.model), record) if metric == "acc" else None
-        yield _number(results, record, metric, (measured["value"], measured["stderr"]), delta, held)
-
-
-def _average(
-    results: Results, records: Sequence[Record], cells: Sequence[Mapping], bootstrap: Mapping[str, int]
-) -> Iterator[dict[str, Any]]:
-    """The unweighted mean of the eleven accuracies; compared if the baseline is comparable on all of them."""
-    columns = [record for record in records if record.task in TABLE4_COLUMNS]
-    if why_no_average(columns):
-        return
-    cells = [cell for cell in cells if cell["metric"] == "acc" and cell["task"] in TABLE4_COLUMNS]
-    average, stderrs = _summary(AVERAGE, columns), [cell["stderr"] for cell in cells]
-    delta, held = _difference(results, {record.task: [record] for record in columns}, "acc", bootstrap), None
-    if all(cell["published"] is not None for cell in cells):
-        of_columns = [(cell["published"], cell["n"]) for cell in cells]
-        held = control_of_average(results.rows.get(average.model), average.num_fewshot, of_columns)
-    mean = sum(cell["value"] for cell in cells) / len(cells)
-    stderr = None if None in stderrs else math.hypot(*stderrs) / len(stderrs)
-    yield _number(results, average, "acc", (mean, stderr), delta, held)
-
-
 def why_no_average(columns: Sequence[Record]) -> list[str]:
     """The reasons why a model's records of Table 4 have no average."""
     missing = set(TABLE4_COLUMNS) - {record.task for record in columns}
@@ -168,69 +152,34 @@ def why_no_average(columns: Sequence[Record]) -> list[str]:
     return [f"{task} missing" for task in TABLE4_COLUMNS if task in missing] + [f"other {name}" for name in mixed]
 
 
-def _authors_all(results: Results, records: Sequence[Record], bootstrap: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """The means over all answers with 2 to 7 shots, as in Table 5; texts are resampled with all six answers."""
-    records = [record for record in records if record.task in AUTHORS_TASKS]
-    texts = {frozenset(sample["fields"]["document"] for sample in results.samples(record)) for record in records}
-    if len(records) < len(AUTHORS_TASKS) or len(texts) > 1:
-        return
-    for metric in [name for name in records[0].metrics if all(name in record.metrics for record in records)]:
-        measured = stats.metric_and_stderr(results.samples(*records), metric)
-        delta = _difference(results, {AUTHORS_ALL: records}, metric, bootstrap)
-        yield _number(results, _summary(AUTHORS_ALL, records), metric, measured, delta)
-
-
-def _summary(task: str, records: Sequence[Record]) -> Record:
-    """A record of several tasks together."""
-    counts = sum(record.num_samples for record in records), sum(record.num_documents for record in records)
-    return Record(records[0].model, task, records[0].num_fewshot, {}, *counts)
-
-
-def _difference(
-    results: Results, pools: Mapping[str, Sequence[Record]], metric: str, bootstrap: Mapping[str, int]
-) -> stats.Difference | None:
-    """The difference to the baseline of the mean over pools of records; `None` if a record cannot be compared."""
-    pairs = {}
-    for name, records in pools.items():
-        others = [other for record in records if (other := results.counterpart(record)[0]) and metric in other.metrics]
-        if len(others) < len(records) or any(is_of_other_tokens(*pair, metric) for pair in zip(records, others)):
-            return None
-        pairs[name] = results.samples(*records), results.samples(*others)
-        if not all(metric in sample["metrics"] for samples in pairs[name] for sample in samples):
-            return None  # lm-eval makes it of all documents together, as an F-score
-    return stats.paired_difference(pairs, metric, **bootstrap)
-
-
-def _number(
-    results: Results,
-    record: Record,
-    metric: str,
-    measured: tuple[float, float | None],
-    delta: stats.Difference | None,
-    held: Control | None = None,
-) -> dict[str, Any]:
-    """A row of the frame, of a record or a summary of records."""
-    (value, stderr), row, verdict, paper = measured, results.rows.get(record.model), "", None
-    stderr = None if stderr is None or not math.isfinite(stderr) else stderr
-    if record.task == AUTHORS_ALL:
+def _number(results: Results, task: str, pools: Mapping[str, Sequence[Record]], metric: str) -> dict[str, Any]:
+    """A row of the frame: the unweighted mean of a metric over pools of records, each a task or tasks together."""
+    records = list(itertools.chain(*pools.values()))
+    record, paper, held, verdict = records[0], None, None, ""
+    row, delta = results.rows.get(record.model), _difference(results, pools, metric)
+    values, stderrs = zip(*(_measured(results, pool, metric) for pool in pools.values()))
+    value, stderr = sum(values) / len(values), None if None in stderrs else math.hypot(*stderrs) / len(stderrs)
+    n_samples, n_documents = (sum(getattr(r, name) for r in records) for name in ("num_samples", "num_documents"))
+    if task == AUTHORS_ALL:
         paper = published.paper_authors_texts(row).get(metric)
     elif metric == "acc":
-        paper = published.paper_accuracies(row, record.num_fewshot).get(record.task)
+        paper = published.paper_accuracies(row, record.num_fewshot).get(task)
+        held = control_of_average(row, records) if task == AVERAGE else control_of(row, record)
     elif metric == "token_perplexity" and record.settings.max_length == PAPER_WINDOW:
-        paper = published.paper_perplexities(row).get(record.task)
+        paper = published.paper_perplexities(row).get(task)
     if paper is not None and stderr is not None:
         # A few documents that are all right, or all wrong, have a standard error of 0.
-        is_column = metric == "acc" and record.task in TABLE4_COLUMNS
-        least = stats.accuracy_stderr(paper, record.num_samples) if is_column else 0.0
+        is_column = metric == "acc" and task in TABLE4_COLUMNS
+        least = stats.accuracy_stderr(paper, n_samples) if is_column else 0.0
         verdict = "within 2 stderr" if abs(value - paper) <= 2 * max(stderr, least) else "outside 2 stderr"
     return {
         "model": record.model,
-        "task": record.task,
+        "task": task,
         "shots": record.num_fewshot,
         "metric": metric,
         "value": value,
         "stderr": stderr,
-        "n": record.num_samples,
+        "n": n_samples,
         **{name: delta and getattr(delta, field) for name, field in _DELTA_FIELDS.items()},
         "p_corrected": math.nan,
         "undecided": "",
@@ -240,8 +189,29 @@ def _number(
         "published": held and held.published,
         "tolerance": held and held.tolerance,
         "control": "" if held is None else f"{'within' if held.agrees(value) else 'outside'} tolerance",
-        "partial": f"PARTIAL: {record.num_samples} of {record.num_documents} documents" if record.is_partial else "",
+        "partial": f"PARTIAL: {n_samples} of {n_documents} documents" if n_samples < n_documents else "",
     }
+
+
+def _measured(results: Results, pool: Sequence[Record], metric: str) -> tuple[float, float | None]:
+    """A metric and its standard error, as recorded of one task, or of the samples of several together."""
+    if len(pool) == 1:
+        return pool[0].metrics[metric]["value"], pool[0].metrics[metric]["stderr"]
+    value, stderr = stats.metric_and_stderr(results.samples(*pool), metric)
+    return value, stderr if math.isfinite(stderr) else None
+
+
+def _difference(results: Results, pools: Mapping[str, Sequence[Record]], metric: str) -> stats.Difference | None:
+    """The difference to the baseline of the mean over pools of records; `None` if a record cannot be compared."""
+    pairs = {}
+    for name, records in pools.items():
+        others = [other for record in records if (other := results.counterpart(record)[0]) and metric in other.metrics]
+        if len(others) < len(records) or any(is_of_other_tokens(*pair, metric) for pair in zip(records, others)):
+            return None
+        pairs[name] = results.samples(*records), results.samples(*others)
+        if not all(metric in sample["metrics"] for samples in pairs[name] for sample in samples):
+            return None  # lm-eval makes it of all documents together, as an F-score
+    return stats.paired_difference(pairs, metric, **results.bootstrap)
 
 
 def table_kinds(frame: pandas.DataFrame) -> pandas.Series:

@@ -60,12 +60,15 @@ def control_of(row: str | None, record: Record) -> Control | None:
     return Control(published, tolerance + max(FEW_POINTS, FEW_DOCUMENTS / count))
 
 
-def control_of_average(row: str | None, num_fewshot: int, columns: Sequence[tuple[float, int]]) -> Control:
-    """[`control_of`] of the unweighted mean of all `columns`, published accuracies with their numbers of documents."""
-    tolerance = FEW_POINTS
-    if num_fewshot:
-        tolerance = FEW_STDERRS * math.hypot(*itertools.starmap(accuracy_stderr, columns)) / len(columns)
-    return Control(paper_accuracies(row, num_fewshot)[AVERAGE], tolerance + HALF_A_DIGIT)
+def control_of_average(row: str | None, columns: Sequence[Record]) -> Control | None:
+    """[`control_of`] of the unweighted mean of all columns; `None` if one of them has none."""
+    held = [(control.published, r.num_documents) for r in columns if (control := control_of(row, r))]
+    if len(held) < len(columns):
+        return None
+    tolerance, shots = FEW_POINTS, columns[0].num_fewshot
+    if shots:
+        tolerance = FEW_STDERRS * math.hypot(*itertools.starmap(accuracy_stderr, held)) / len(held)
+    return Control(paper_accuracies(row, shots)[AVERAGE], tolerance + HALF_A_DIGIT)
 
 
 def control_banners(results: Results, frame: pandas.DataFrame) -> Iterator[str]:

@@ -50,11 +50,11 @@ class Report:
             those of rules that never read the question.
     """
 
-    def __init__(self, results: Results, correction: str, bootstrap: Mapping[str, int]):
+    def __init__(self, results: Results, correction: str):
         self.results, self.correction = results, correction
-        self.frame = compare(results, correction, bootstrap)
+        self.frame = compare(results, correction)
         self.banners = [*control_banners(results, self.frame), *partial_banner(results)]
-        self.notes = [*legend(results, self.frame, bootstrap)]
+        self.notes = [*legend(results, self.frame)]
         self.breakdown = break_down(results)
 
     def tables(self) -> dict[str, pandas.DataFrame]:
@@ -156,8 +156,7 @@ def build_report(
     """
     if correction not in ("none", "holm"):
         raise ValueError(f"correction must be none or holm, got {correction!r}.")
-    results = Results(output, baseline, paper_rows or {})
-    return Report(results, correction, {"seed": seed, "resamples": resamples})
+    return Report(Results(output, baseline, paper_rows or {}, {"seed": seed, "resamples": resamples}), correction)
 
 
 def _words(metric: str) -> str:

@@ -34,16 +34,7 @@ from .head_task_answers import FIELDS
 from .perplexity import PAPER_WINDOW
 from .records import Record, Settings
 from .stats import is_perplexity, metric_and_stderr
-from .suites import (
-    HEAD_TASKS,
-    OTHER_PROMPTS,
-    PERPLEXITY_TASKS,
-    TABLE4_COLUMNS,
-    find_entries,
-    harness_name,
-    is_ours,
-    task_manager,
-)
+from .suites import HEAD_TASKS, PERPLEXITY_TASKS, find_entries, harness_name, is_ours, task_manager
 from .task_data import data_fingerprint, files_fingerprint, import_extra, source_of, spread_indices
 from .texts import TEXT, WINDOW, read_documents, score_text, text_files
 
@@ -106,9 +97,8 @@ class _Job:
 
     @property
     def data(self) -> tuple:
-        """The key of a job's task object, which jobs share; running text is packed by tokenizer and length."""
-        is_read_once = self.settings.stride or self.task in (*TABLE4_COLUMNS, *OTHER_PROMPTS)
-        return (self.task,) if is_read_once else (self.task, self.settings.tokenizer, self.settings.max_length)
+        """The key of a job's documents, which jobs share; running text is packed by tokenizer and length."""
+        return (self.task, self.settings.tokenizer, self.settings.max_length)
 
 
 def evaluate(
@@ -139,12 +129,10 @@ def evaluate(
             finished records are kept.
     """
     options = replace(options or EvaluationOptions(), **changes)
-    text = [options.text] if isinstance(options.text, str | os.PathLike) else options.text
-    texts = [str(Path(each)) for each in text]
-    is_text_alone = options.text and options.tasks is None
+    texts = [str(Path(each)) for each in _listed(options.text)]
+    is_text_alone = texts and options.tasks is None
     entries = {} if is_text_alone else find_entries(options.suite, options.tasks, options.include_path)
-    given = [models] if isinstance(models, str | os.PathLike) else models
-    paths = [os.fspath(name) for name in (*([options.baseline] if options.baseline else []), *given)]
+    paths = [os.fspath(name) for name in (*filter(None, [options.baseline]), *_listed(models))]
     names = list(dict.fromkeys(path.rstrip("/") or path for path in paths))
     if not names:
         raise ValueError("models must name at least one, got none.")
@@ -163,7 +151,7 @@ def evaluate(
         found = [find_model(name, **hub) for name in names]
         # Only one process may lock the folders, and it must do so before it reads them.
         in_first_process(lambda: _lock(stack, output, [model.full_name for model in found]))
-        planned = in_first_process(lambda: [_plan(model, entries, texts, shots, options) for model in found])
+        planned = in_first_process(lambda: [[*_plan(model, entries, texts, shots, options)] for model in found])
         jobs = [_Job(model, *job) for model, of_model in zip(found, planned) for job in of_model]
         is_left = in_first_process(lambda: [_finished(output, job) is None for job in jobs])
         left = list(itertools.compress(jobs, is_left))
@@ -171,6 +159,11 @@ def evaluate(
         for _, of_model in itertools.groupby(left, key=lambda job: job.model.full_name):
             _run_jobs(list(of_model), task_objects, device, output, on_progress)
         return [record for job in jobs if (record := _finished(output, job))] if is_first_process() else []
+
+
+def _listed(names: Any) -> list[Any]:
+    """One name as a list of it, or several."""
+    return [names] if isinstance(names, str | os.PathLike) else list(names)
 
 
 def _numbers(num_fewshot: int | str | Iterable[int]) -> tuple[int, ...]:
@@ -212,7 +205,7 @@ def _plan(
     texts: Sequence[str],
     shots: tuple[int, ...] | None,
     options: EvaluationOptions,
-) -> list[tuple[str, Settings]]:
+) -> Iterator[tuple[str, Settings]]:
     """Task and settings of all records of a model."""
     from .lm_eval_model import policy_in_force
 
@@ -231,22 +224,22 @@ def _plan(
         versions=records.library_versions(options.engine),
         git_revision=records.git_revision(),
     )
-    planned = [(TEXT + text, _settings_of_text(model, text, of_model, options)) for text in texts]
+    for text in texts:
+        yield TEXT + text, _settings_of_text(model, text, of_model, options)
     for task, entry in entries.items():
-        metadata, numbers = entry.cfg.get("metadata"), shots or (0,)
+        metadata, numbers, own = entry.cfg.get("metadata"), shots or (0,), entry.cfg.get("num_fewshot")
+        if task in (*HEAD_TASKS, *PERPLEXITY_TASKS):  # without examples
+            numbers = (0,)
+        elif not is_ours(task) and (shots is None or own == 0):
+            numbers = (own or 0,)  # as lm-eval: a task that says 0 has its examples in its prompt
         of_task = replace(
             of_model,
             max_length=_longest_input(model, task, options.max_length),
             task_version=metadata.get("version") if isinstance(metadata, dict) else None,
             data=data_fingerprint(options.data_dir, task, entry.yaml_path),
         )
-        if task in (*HEAD_TASKS, *PERPLEXITY_TASKS):  # without examples
-            numbers = (0,)
-        elif not is_ours(task) and (shots is None or entry.cfg.get("num_fewshot") == 0):
-            # As lm-eval: a task that says 0 has its examples in its prompt.
-            numbers = (entry.cfg.get("num_fewshot") or 0,)
-        planned += [(task, replace(of_task, num_fewshot=number)) for number in numbers]
-    return planned
+        for number in numbers:
+            yield task, replace(of_task, num_fewshot=number)
 
 
 def _default_dtype(model: FoundModel, tasks: Iterable[str]) -> str:
@@ -376,7 +369,7 @@ def _score(
     """The record and samples of a job; `None` in other processes than the first."""
     settings = job.settings
     import_extra("accelerate.utils").set_seed(settings.seed)
-    scorer.set_max_length(settings.max_length)
+    scorer.max_length = settings.max_length
     scorer.start_counting(on_progress)
     start = time.perf_counter()
     measured = score_text(scorer, job.task, task, settings) if settings.stride else _run_harness(scorer, task, job)
@@ -398,9 +391,8 @@ def _score(
         "processes": scorer.world_size,
         "hardware": torch.cuda.get_device_name(scorer.device) if is_cuda else cores,
     }
-    counts = (len(samples), n_documents)
-    made = (job.model.full_name, job.task, settings.num_fewshot, metrics, *counts, settings, observed, timings)
-    return Record(*made), samples
+    made = (job.model.full_name, job.task, settings.num_fewshot, metrics, len(samples), n_documents)
+    return Record(*made, settings, observed, timings), samples
 
 
 def _run_harness(scorer: LogLikelihoods, task: Any, job: _Job) -> tuple | None:
@@ -418,9 +410,7 @@ def _run_harness(scorer: LogLikelihoods, task: Any, job: _Job) -> tuple | None:
     is_rolling = task.OUTPUT_TYPE == "loglikelihood_rolling"
     with scorer.whole_documents() if is_rolling else contextlib.nullcontext():
         # bootstrap_iters=0: lm-eval would take 100,000 bootstrap samples for a perplexity.
-        results = run_harness(
-            scorer, {"tasks": {name: task}, "groups": {}, "group_map": {}}, samples=chosen, bootstrap_iters=0
-        )
+        results = run_harness(scorer, {"tasks": {name: task}}, samples=chosen, bootstrap_iters=0)
     if results is None:
         return None
     by_document: dict[int, dict] = {}
@@ -437,15 +427,15 @@ def _run_harness(scorer: LogLikelihoods, task: Any, job: _Job) -> tuple | None:
             for sample in samples:
                 sample["metrics"].pop(metric, None)
     n_documents = results["n-samples"][name]["original"]
-    if not is_ours(job.task):
-        source = {"source": str(task.config.dataset_path or job.task), "hash": None, "as_known": None}
-        return samples, values, n_documents, {"documents": source}
-    first = task.eval_docs[0]
-    observed = {
-        "documents": task.dataset.get("origin") or {"source": str(source_of(job.task)), "hash": None, "as_known": None},
-        **({"artificial_ends": first["n_artificial_ends"]} if "n_artificial_ends" in first else {}),
-    }
-    return samples, values, n_documents + first.get("n_unscored", 0), observed
+    source = str(source_of(job.task) if is_ours(job.task) else task.config.dataset_path or job.task)
+    observed = {"documents": {"source": source, "hash": None, "as_known": None}}
+    if is_ours(job.task):
+        first = task.eval_docs[0]
+        n_documents += first.get("n_unscored", 0)
+        observed["documents"] = task.dataset.get("origin") or observed["documents"]
+        if "n_artificial_ends" in first:
+            observed["artificial_ends"] = first["n_artificial_ends"]
+    return samples, values, n_documents, observed
 
 
 def _is_of_sums(metric: str, aggregation: Any) -> bool:
@@ -474,8 +464,9 @@ def _as_sample(sample: dict) -> dict:
             metrics[name + ending] = [*map(float, values)] if len(values) == 2 else float(values[0])
     kept = {"doc_id": sample["doc_id"], "doc_hash": sample["doc_hash"], "metrics": metrics, "requests": requests}
     document = sample["doc"]
-    is_head_task = isinstance(document, dict) and document.keys() >= {*FIELDS}
-    return {**kept, "fields": {name: document[name] for name in FIELDS}} if is_head_task else kept
+    if isinstance(document, dict) and document.keys() >= {*FIELDS}:  # of a head task
+        kept["fields"] = {name: document[name] for name in FIELDS}
+    return kept
 
 
 @contextlib.contextmanager

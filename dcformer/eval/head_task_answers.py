@@ -52,11 +52,7 @@ def load_held_out(windows: int | None = None, **settings: Any) -> dict[str, Any]
 
 
 def load_authors_texts(
-    shots: int,
-    data_dir: str | None = None,
-    windows: int | None = None,
-    data_hash: str | None = None,
-    **settings: Any,
+    shots: int, data_dir: str | None = None, windows: int | None = None, data_hash: str | None = None, **settings: Any
 ) -> dict[str, Any]:
     """The answers of line `shots + 1` (2 to 7) of every text, or of `windows` texts (`--limit`) spread over all."""
     texts = list(authors_texts(data_dir))

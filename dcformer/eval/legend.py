@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from .comparison import Results, is_of_other_tokens, why_no_average
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pandas
 
 
-def legend(results: Results, frame: pandas.DataFrame, bootstrap: Mapping[str, int]) -> Iterator[str]:
+def legend(results: Results, frame: pandas.DataFrame) -> Iterator[str]:
     """Yield the sentences for a frame of [`dcformer.eval.comparison.compare`]."""
     yield f"± is one standard error{', which a single document has not' if (frame.n == 1).any() else ''}."
     for model in results.models:
@@ -24,10 +24,10 @@ def legend(results: Results, frame: pandas.DataFrame, bootstrap: Mapping[str, in
     if frame.delta.notna().any():
         yield (
             f"Differences to {results.names[results.baseline or '']}: 95 % intervals of a paired bootstrap "
-            f"({bootstrap['resamples']:,} resamples of the documents, of a text of its pieces, seed "
-            f"{bootstrap['seed']}), of perplexities in logarithms. Wins are documents that only this model has right, "
-            "losses those that only the other has; p of one accuracy is of the exact sign test over these, else of the "
-            "bootstrap. Undecided (?): the interval contains 0 or p is above 0.05."
+            f"({results.bootstrap['resamples']:,} resamples of the documents, of a text of its pieces, seed "
+            f"{results.bootstrap['seed']}), of perplexities in logarithms. Wins are documents that only this model "
+            "has right, losses those that only the other has; p of one accuracy is of the exact sign test over these, "
+            "else of the bootstrap. Undecided (?): the interval contains 0 or p is above 0.05."
         )
     if (frame.delta.notna() & frame.low.isna()).any():
         yield "No interval: a single document has none, so the difference is undecided."

@@ -39,18 +39,12 @@ TemplateLM: Any = harness.TemplateLM
 class LogLikelihoods(TemplateLM):
     """A base of model classes for lm-eval, whatever computes the log-likelihoods; subclasses set the attributes."""
 
-    tokenizer: Any
-    cache_hook: Any
     add_bos_token: bool | None = None
     custom_prefix_token_id: int | None = None
     oov_policy: str
     embedding_rows: int  # token ids that the model can read and predict
-    max_length: int
-    computed_tokens: int
-    _rank: int
-    _world_size: int
-    batch_size_per_gpu: int | str
-    _score: Callable[..., Iterator[list[Score]]]  # scores inputs in any order and batches of any size
+    max_length: int = 0  # most tokens of an input
+    _score: Callable[[Sequence[ScoredInput]], Iterator[list[Score]]]  # in any order, in batches of any size
 
     def start_counting(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Reset the counts of documents and tokens; `on_progress` gets the numbers of requests done and in all."""
@@ -58,7 +52,7 @@ class LogLikelihoods(TemplateLM):
         self.oov_documents: set[tuple[str, int]] = set()
         self.truncated_documents: set[tuple[str, int]] = set()
         self.scored_requests = self.input_tokens = self.computed_tokens = 0
-        self._names: Sequence[tuple[str, int]] = ()  # task and document of every request
+        self._documents: Sequence[tuple[str, int]] = ()  # task and doc_id of the requests that are scored next
         self._window_share = (0, 1)
 
     @property
@@ -68,17 +62,9 @@ class LogLikelihoods(TemplateLM):
 
     def counts(self) -> dict[str, Any]:
         """All counts, for the record."""
-        return {
-            "requests": self.scored_requests,
-            "input_tokens": self.input_tokens,
-            "cached_tokens": self.cached_tokens,
-            "oov": self.oov_documents,
-            "truncated": self.truncated_documents,
-        }
-
-    def set_max_length(self, max_length: int) -> None:
-        """Set the most tokens of an input."""
-        self.max_length = max_length
+        counts = {"requests": self.scored_requests, "input_tokens": self.input_tokens}
+        documents = {"oov": self.oov_documents, "truncated": self.truncated_documents}
+        return {**counts, "cached_tokens": self.cached_tokens, **documents}
 
     def close(self) -> None:
         """Free what garbage collection does not."""
@@ -98,7 +84,7 @@ class LogLikelihoods(TemplateLM):
         return encode(self.tokenizer, string, adds_bos, self.custom_prefix_token_id)
 
     def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        self._names = [(request.task_name, request.doc_id) for request in requests]
+        self._documents = _documents_of(requests)
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm or self.on_progress is not None)
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
@@ -110,14 +96,13 @@ class LogLikelihoods(TemplateLM):
                 self.tok_encode(request.args[0]), self.prefix_token_id, max_seq_len=self.max_length, context_len=1
             )
         ]
-        names = [(request.task_name, request.doc_id) for request in requests]
-        totals = self.score_windows(windows, names, disable_tqdm)
+        totals = self.score_windows(windows, _documents_of(requests), disable_tqdm)
         for request, total in zip(requests, totals):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
     def score_windows(
-        self, windows: Sequence[list[tuple]], names: Sequence[tuple[str, int]], disable_tqdm: bool = False
+        self, windows: Sequence[list[tuple]], documents: Sequence[tuple[str, int]], disable_tqdm: bool = False
     ) -> list[float]:
         """
         Log-likelihoods of texts, which are named by task and document. A window is read once for its parts: the number
@@ -125,19 +110,18 @@ class LogLikelihoods(TemplateLM):
         """
         first, step = self._window_share
         parts = list(itertools.chain(*windows[first::step]))
-        self._names = [names[number] for number, *_ in parts]
+        self._documents = [documents[number] for number, *_ in parts]
         answers = self._loglikelihood_tokens([(None, *part) for _, *part in parts], disable_tqdm=disable_tqdm)
-        pairs = [(number, value) for (number, *_), (value, _) in zip(parts, answers)]
-        scores: list[list[float]] = [[] for _ in names]
-        for number, value in itertools.chain(*self._gather(pairs)) if step > 1 else pairs:
+        scores: list[list[float]] = [[] for _ in documents]
+        for number, value in itertools.chain(*self._gather([(part[0], a[0]) for part, a in zip(parts, answers)])):
             scores[number].append(value)
         return list(map(math.fsum, scores))
 
-    def _loglikelihood_tokens(
-        self, requests: list[tuple], disable_tqdm: bool = False, override_bs: int | None = None
-    ) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(self, requests: list[tuple], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Log-probability of each continuation and if it is greedy, from (key, ids before, continuation, ids after)."""
-        requests = self._within_the_vocabulary(requests)
+        # lm-eval does not pass the documents with the tokens.
+        documents, self._documents = self._documents or [("requests", n) for n in range(len(requests))], ()
+        requests = self._within_the_vocabulary(requests, documents)
         inputs: dict[tuple[int, ...], ScoredInput] = {}
         for index, (_, context, continuation, *rest) in enumerate(requests):
             # Requests with the same input, such as the one-token choices of a question, share it.
@@ -147,19 +131,18 @@ class LogLikelihoods(TemplateLM):
             inputs.setdefault(ids, ScoredInput(ids)).targets.append(target)
         self.scored_requests += len(requests)
         self.input_tokens += sum(map(len, inputs))
-        ordered = sorted(inputs.values(), key=lambda scored: (-len(scored.ids), scored.ids))
         answers: list = [None] * len(requests)
         problem, n_done = None, 0
         on_progress = self.on_progress or (lambda done, total: None)
         on_progress(0, len(requests))
         is_hidden = disable_tqdm or self.rank != 0 or self.on_progress is not None
         with tqdm(total=len(requests), desc="Scoring", unit=" requests", disable=is_hidden) as bar:
-            for done in self._score(ordered, requests, override_bs):
+            for done in self._score(sorted(inputs.values(), key=lambda scored: (-len(scored.ids), scored.ids))):
                 for index, *answer in done:
                     answers[index] = tuple(answer)
                     if math.isnan(answer[0]):
                         problem = problem or (
-                            f"The log-likelihood of {self._name(index)} is not a number: the weights hold NaN or "
+                            f"The log-likelihood of {_name(documents[index])} is not a number: the weights hold NaN or "
                             "infinity, or the dtype is too narrow for them; check the weights, or give a wider dtype."
                         )
                     if requests[index][0] is not None:
@@ -172,38 +155,33 @@ class LogLikelihoods(TemplateLM):
         self._raise_on_all_processes(problem)
         return answers
 
-    def _within_the_vocabulary(self, requests: list[tuple]) -> list[tuple]:
+    def _within_the_vocabulary(self, requests: list[tuple], documents: Sequence[tuple[str, int]]) -> list[tuple]:
         """Apply `oov_policy` to ids without an embedding row, and count documents that have some or are truncated."""
         problem = None
-        for index, (_, context, continuation, *rest) in enumerate(requests):
+        for document, (_, context, continuation, *rest) in zip(documents, requests):
             largest = max(itertools.chain(context, continuation, *rest), default=-1)
-            document = self._document(index)
-            if largest >= self.embedding_rows and document:
+            if largest >= self.embedding_rows:
                 self.oov_documents.add(document)
-            if len(context) + len(continuation) > self.max_length + 1 and document:
+            if len(context) + len(continuation) > self.max_length + 1:
                 self.truncated_documents.add(document)
-            problem = problem or self._problem(largest, context, continuation, self._name(index))
+            where = _name(document)
+            problem = problem or self._oov_problem(largest, where)
+            if not context or not continuation:
+                problem = problem or f"There is an empty context or continuation in {where}, which cannot be scored."
+            elif (count := len(continuation)) > self.max_length:
+                problem = problem or (
+                    f"The continuation in {where} must have at most {self.max_length} tokens, the model's positions, "
+                    f"got {count}; leave the task out with --tasks."
+                )
         self._raise_on_all_processes(problem)
-        if self.oov_policy != "clamp":
-            return requests
         last = self.embedding_rows - 1
         return [(key, *([min(token, last) for token in ids] for ids in parts)) for key, *parts in requests]
 
-    def _problem(self, largest: int, context: list[int], continuation: list[int], where: str) -> str | None:
-        if largest >= self.embedding_rows and self.oov_policy != "clamp":
-            return self._without_row(largest, where)
-        if not context or not continuation:
-            return f"There is an empty context or continuation in {where}, which cannot be scored."
-        if (count := len(continuation)) > self.max_length:
-            most = f"{self.max_length} tokens, the model's positions"
-            return (
-                f"The continuation in {where} must have at most {most}, got {count}; leave the task out with --tasks."
-            )
-        return None
-
-    def _without_row(self, token: int, where: str) -> str:
+    def _oov_problem(self, largest: int, where: str) -> str | None:
+        if largest < self.embedding_rows or self.oov_policy == "clamp":
+            return None
         return (
-            f"Token id {token} in {where} has no row in the embedding, which has {self.embedding_rows}; use the "
+            f"Token id {largest} in {where} has no row in the embedding, which has {self.embedding_rows}; use the "
             "tokenizer of the model, or --oov-policy clamp (oov_policy=clamp) to read the last row."
         )
 
@@ -218,13 +196,13 @@ class LogLikelihoods(TemplateLM):
             return [value]
         return import_extra("accelerate.utils").gather_object([value])
 
-    def _document(self, index: int) -> tuple[str, int] | None:
-        """(task, doc_id) of a request, which lm-eval does not pass with the tokens."""
-        return self._names[index] if index < len(self._names) else None
 
-    def _name(self, index: int) -> str:
-        document = self._document(index)
-        return "a request" if document is None else f"document {document[1]} of {document[0]}"
+def _documents_of(requests: list) -> list[tuple[str, int]]:
+    return [(request.task_name, request.doc_id) for request in requests]
+
+
+def _name(document: tuple[str, int]) -> str:
+    return f"document {document[1]} of {document[0]}"
 
 
 @harness.register_model("dcformer")
@@ -275,10 +253,8 @@ class DCFormerLM(LogLikelihoods, HFLM):
                     "with a softmax in float32; give a loaded model, or use lm-eval's own class, by --model hf."
                 )
         if isinstance(pretrained, str):
-            pretrained = find_model(
-                pretrained, tokenizer=tokenizer, revision=revision, trust_remote_code=bool(trust_remote_code)
-            )
-            tokenizer = None
+            hub = {"revision": revision, "trust_remote_code": bool(trust_remote_code)}
+            pretrained, tokenizer = find_model(pretrained, tokenizer=tokenizer, **hub), None
         if not isinstance(pretrained, FoundModel):
             device = pretrained.device
         elif "cuda" in str(device) and not torch.cuda.is_available():
@@ -293,6 +269,7 @@ class DCFormerLM(LogLikelihoods, HFLM):
         known = {"batch_size": "auto", **{name: options[name] for name in _AS_IN_HFLM if name in options}}
         known["max_batch_size"] = known.get("max_batch_size") or 64
         super().__init__(pretrained, tokenizer=tokenizer, backend="causal", **known)
+        self.max_length = HFLM.max_length.fget(self)
         self.oov_policy = policy_in_force(self.config, self.tokenizer, oov_policy)
         if self.batch_size_per_gpu == "auto":
             # On a Mac's GPU torch raises no OutOfMemoryError by which batches could be halved.
@@ -305,19 +282,15 @@ class DCFormerLM(LogLikelihoods, HFLM):
         self.scorer = Scorer(self.model, shared_prefixes)
         self.embedding_rows = self.scorer.rows
 
-    def set_max_length(self, max_length: int) -> None:
-        self._max_length = max_length
-
     def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
         """Continuations as the harness makes them; contexts that it cuts or that hold other ids are counted."""
         self.scored_requests += len(requests)
-        for request in requests:
-            ids, settings = self.tok_encode(request.args[0]), request.args[1]
-            n_new = harness.normalize_gen_kwargs(settings, self.max_gen_toks)["max_gen_toks"]
-            if len(ids) > self.max_length - n_new:
-                self.truncated_documents.add((request.task_name, request.doc_id))
+        for document, (context, settings) in zip(_documents_of(requests), (request.args for request in requests)):
+            ids, n_new = self.tok_encode(context), harness.normalize_gen_kwargs(settings, self.max_gen_toks)
+            if len(ids) > self.max_length - n_new["max_gen_toks"]:
+                self.truncated_documents.add(document)
             if max(ids, default=-1) >= self.embedding_rows:
-                self.oov_documents.add((request.task_name, request.doc_id))
+                self.oov_documents.add(document)
         hook, done, on_progress = self.cache_hook, itertools.count(1), self.on_progress
         if on_progress is None:
             return super().generate_until(requests, disable_tqdm)
@@ -334,16 +307,11 @@ class DCFormerLM(LogLikelihoods, HFLM):
             self.cache_hook = hook
 
     def tok_batch_encode(
-        self,
-        strings: list[str],
-        padding_side: str = "left",
-        left_truncate_len: int | None = None,
-        truncation: Any = None,
+        self, strings: list[str], padding_side: str = "left", left_truncate_len: int | None = None, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = [self.tok_encode(string)[-(left_truncate_len or 0) :] for string in strings]
-        largest = max(itertools.chain(*rows), default=-1)
-        if largest >= self.embedding_rows and self.oov_policy != "clamp":
-            raise ValueError(self._without_row(largest, "a context"))
+        if problem := self._oov_problem(max(itertools.chain(*rows), default=-1), "a context"):
+            raise ValueError(problem)
         padded = self.tokenizer.pad({"input_ids": rows}, padding_side=padding_side, return_tensors="pt")
         # Padding may have no row either; it is masked.
         return padded["input_ids"].clamp(max=self.embedding_rows - 1), padded["attention_mask"]
@@ -352,10 +320,8 @@ class DCFormerLM(LogLikelihoods, HFLM):
         # HFLM would query the Hub for a repository with the folder's name.
         return {"model_num_parameters": self.model.num_parameters(), "model_dtype": self.model.dtype}
 
-    def _score(
-        self, inputs: Sequence[ScoredInput], requests: Sequence[tuple], override_bs: int | None
-    ) -> Iterator[list[Score]]:
-        for scores, n_tokens in self.scorer.score(inputs, override_bs or self.batch_size):
+    def _score(self, inputs: Sequence[ScoredInput]) -> Iterator[list[Score]]:
+        for scores, n_tokens in self.scorer.score(inputs, self.batch_size):
             self.computed_tokens += n_tokens
             yield scores
 

@@ -204,11 +204,7 @@ def continuation_ids(
 
 
 def pack_documents(
-    documents: list[str],
-    tokenizer: PreTrainedTokenizerBase,
-    window: int,
-    windows: int | None,
-    settings: dict[str, Any],
+    documents: list[str], tokenizer: PreTrainedTokenizerBase, window: int, windows: int | None, settings: dict[str, Any]
 ) -> Dataset:
     """
     Join documents, with an end-of-text token after every one, into streams of about 64 windows; `settings` of `encode`.

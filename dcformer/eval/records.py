@@ -65,9 +65,8 @@ class Record:
     model: str  #: its name as it was given, with `@` and the revision if that is not `main`
     task: str  #: column of the paper's table (`"piqa"`), another task of ours or of lm-eval, or `"text/"` and a path
     num_fewshot: int
-    metrics: dict[
-        str, dict[str, Any]
-    ]  #: name (or `name,filter`) -> its `value` and `stderr`, which may be `None`; accuracies as fractions
+    #: Name (or `name,filter`) -> its `value` and `stderr`, which may be `None`; accuracies as fractions.
+    metrics: dict[str, dict[str, Any]]
     num_samples: int  #: documents that were scored
     num_documents: int  #: documents that the task has; more than `num_samples` if a limit was set
     settings: Settings = field(default_factory=Settings)
@@ -116,9 +115,9 @@ def write_record(output: str | os.PathLike, record: Record, samples: list[dict])
     write_atomically(samples_file, "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples))
     name, metrics = harness_name(record.task), dict[str, float | None]()
     for metric, measured in record.metrics.items():
-        metric, _, filtered = metric.partition(",")
-        for key, value in ((metric, measured["value"]), (f"{metric}_stderr", measured.get("stderr"))):
-            metrics[f"{key},{filtered or 'none'}"] = value
+        metric, _, ending = metric.partition(",")
+        ending = ending or "none"
+        metrics |= {f"{metric},{ending}": measured["value"], f"{metric}_stderr,{ending}": measured.get("stderr")}
     content = {
         "model_name": record.model,
         "results": {name: {"alias": name, **metrics}},
@@ -148,11 +147,11 @@ def read_record(path: Path) -> Record:
     if content.pop("sha256", None) != json_digest({**content, "timings": None}):
         raise DamagedRecordError(f"{str(path)!r} was changed: its SHA-256 is not the one that it states. {_RUN_AGAIN}")
     ((name, results),) = content["results"].items()
-    metrics = {}
-    for key in [key for key in results if "," in key and "_stderr," not in key]:
-        metric, _, filtered = key.partition(",")
-        stderr = results[f"{metric}_stderr,{filtered}"]
-        metrics[key.removesuffix(",none")] = {"value": results[key], "stderr": stderr}
+    metrics = {
+        key.removesuffix(",none"): {"value": value, "stderr": results[key.replace(",", "_stderr,", 1)]}
+        for key, value in results.items()
+        if "," in key and "_stderr," not in key
+    }
     num_fewshot, tasks = content["n-shot"][name], [name.removeprefix(PREFIX), name]
     files = {record_path("", content["model_name"], task, num_fewshot).name: task for task in reversed(tasks)}
     if path.name not in files:  # the task may contain folders, as an attack

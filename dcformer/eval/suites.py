@@ -121,7 +121,9 @@ def find_entries(
 
 def _leaves(name: str, included: Mapping[str, Any]) -> list[Any]:
     """The tasks that a name of lm-eval stands for: itself, or the members of a group or a tag."""
-    entry = next((index()[n] for index in (lambda: included, _of_lm_eval) for n in _spelt(name) if n in index()), None)
+    names = (name, name.removeprefix(OTHERS))
+    index = included if any(spelt in included for spelt in names) else _of_lm_eval()
+    entry = next((index[spelt] for spelt in names if spelt in index), None)
     if entry is None or entry.kind.name not in ("GROUP", "TAG"):
         return [] if entry is None else [entry]
     members = sorted(entry.tags) or entry.cfg["task"]
@@ -132,10 +134,6 @@ def _leaves(name: str, included: Mapping[str, Any]) -> list[Any]:
     if [] in leaves:
         raise ValueError(f"There is no task {members[leaves.index([])]!r}, which {name!r} names.")
     return list(itertools.chain(*leaves))
-
-
-def _spelt(name: str) -> tuple[str, str]:
-    return name, name.removeprefix(OTHERS)
 
 
 @functools.cache

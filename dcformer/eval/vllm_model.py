@@ -50,8 +50,7 @@ class VLLMLM(LogLikelihoods):
     """
     A causal language model in vLLM, for log-likelihoods alone, with options as in [`DCFormerLM`].
 
-    vLLM starts another process, so a script that makes one needs `if __name__ == "__main__":`. `engine_options` are
-    further arguments of vLLM's `LLM`, such as `enforce_eager=False`.
+    vLLM starts another process, so a script that makes one needs `if __name__ == "__main__":`.
     """
 
     eot_token_id, prefix_token_id = harness.HFLM.eot_token_id, harness.HFLM.prefix_token_id
@@ -64,10 +63,7 @@ class VLLMLM(LogLikelihoods):
         batch_size: int | str = "auto",
         max_length: int | None = None,
         oov_policy: str | None = None,
-        add_bos_token: bool | None = None,
-        prefix_token_id: int | None = None,
         on_progress: Callable[[int, int], None] | None = None,
-        **engine_options: Any,
     ):
         vllm = import_vllm()
         from vllm.platforms import current_platform
@@ -76,33 +72,29 @@ class VLLMLM(LogLikelihoods):
         super().__init__()
         unread = find_model(pretrained) if isinstance(pretrained, str) else pretrained
         config, self.tokenizer = unread.config, unread.tokenizer
-        self.add_bos_token, self.custom_prefix_token_id = add_bos_token, prefix_token_id
         resolve_max_length = import_extra("lm_eval.models.utils").resolve_max_length
         self.max_length = max_length or resolve_max_length(config, self.tokenizer, default=2048)
         self._device = torch.device(current_platform.device_type)
         self.oov_policy = policy_in_force(config, self.tokenizer, oov_policy)
         self.embedding_rows = config.get_text_config().vocab_size
-        if isinstance(config, DCFormerConfig):
-            engine_options["hf_overrides"] = {"oov_policy": self.oov_policy}
-        options = {
-            "dtype": dtype,
-            # The token that vLLM generates after an input counts, though nothing is computed for it.
-            "max_model_len": self.max_length + 1,
-            "max_num_seqs": None if batch_size == "auto" else int(batch_size),
-            "enable_prefix_caching": True,
-            "block_size": BLOCK_SIZE,
-            # Scoring is prefill alone, in steps of thousands of tokens: graphs would save less time than they take.
-            "enforce_eager": True,
-            "skip_tokenizer_init": True,
-            "generation_config": "vllm",
-            "use_tqdm_on_load": False,
-            "revision": unread.commit or unread.revision,
-            "trust_remote_code": unread.trust_remote_code,
-            **engine_options,
-        }
-        self.block_size = options["block_size"]
         self._sampling = functools.partial(vllm.SamplingParams, temperature=0, max_tokens=1, detokenize=False)
-        self.llm = vllm.LLM(unread.path, **options)
+        self.llm = vllm.LLM(
+            unread.path,
+            dtype=dtype,
+            # The token that vLLM generates after an input counts, though nothing is computed for it.
+            max_model_len=self.max_length + 1,
+            max_num_seqs=None if batch_size == "auto" else int(batch_size),
+            enable_prefix_caching=True,
+            block_size=BLOCK_SIZE,
+            # Scoring is prefill alone, in steps of thousands of tokens: graphs would save less time than they take.
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            use_tqdm_on_load=False,
+            revision=unread.commit or unread.revision,
+            trust_remote_code=unread.trust_remote_code,
+            hf_overrides={"oov_policy": self.oov_policy} if isinstance(config, DCFormerConfig) else {},
+        )
         self.most_targets = MAX_LOGPROB_TOKEN_IDS
         self.start_counting(on_progress)
 
@@ -116,9 +108,7 @@ class VLLMLM(LogLikelihoods):
         self.llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()
 
-    def _score(
-        self, inputs: Sequence[ScoredInput], requests: Sequence[tuple], override_bs: int | None
-    ) -> Iterator[list[Score]]:
+    def _score(self, inputs: Sequence[ScoredInput]) -> Iterator[list[Score]]:
         most, pieces = self.most_targets, []
         for scored in inputs:
             for end, ending in itertools.groupby(scored.targets, key=lambda target: target.first + len(target.ids)):
@@ -139,9 +129,9 @@ class VLLMLM(LogLikelihoods):
     def _prompts(self, inputs: Sequence[ScoredInput]) -> Iterator[tuple[ScoredInput | None, Sequence[int], Any]]:
         """Inputs, their ids and vLLM's parameters; before some a context, for which the input is `None`."""
         before: Sequence[int] = ()
-        for scored, may_read in zip(inputs, which_may_read(inputs, self.block_size)):
+        for scored, may_read in zip(inputs, which_may_read(inputs, BLOCK_SIZE)):
             has_longer = any(len(target.ids) > 1 for target in scored.targets)
-            context = scored.ids[: _first_of_prompt(scored) // self.block_size * self.block_size]
+            context = scored.ids[: _first_of_prompt(scored) // BLOCK_SIZE * BLOCK_SIZE]
             # No logits are computed for the context alone. The input before may have computed it already.
             if has_longer and may_read and shared_length(before, scored.ids) < len(context):
                 yield None, context, self._sampling()

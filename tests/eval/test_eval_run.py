@@ -51,13 +51,18 @@ def data(tmp_path_factory):
     return str(folder)
 
 
-@pytest.fixture
-def start(model, data, tmp_path):
-    def start(*models, output="out", **options):
+@pytest.fixture(scope="module")
+def start_in(model, data):
+    def start_in(output, *models, **options):
         settings = {"tasks": "piqa,sciq", "dtype": "float32", "device": "cpu", "data_dir": data}
-        return evaluate(**{"models": list(models) or model, "output": tmp_path / output, **settings, **options})
+        return evaluate(**{"models": list(models) or model, "output": output, **settings, **options})
 
-    return start
+    return start_in
+
+
+@pytest.fixture
+def start(start_in, tmp_path):
+    return lambda *models, output="out", **options: start_in(tmp_path / output, *models, **options)
 
 
 def contents(folder):
@@ -131,21 +136,28 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", ["samples.jsonl", "json"])
-def test_a_damaged_result_is_named_and_its_task_run_again(name, damage, start, tmp_path, caplog):
-    (record, _) = start(tasks="piqa", num_fewshot=(0, 2))
+def test_damaged_results_are_named_and_their_tasks_run_again(start, tmp_path, caplog):
+    """Every damage, to the samples of a record of SciQ and to a record of PIQA itself."""
+    given = {"num_fewshot": range(6), "limit": 4}
+    made, damaged = start(**given), []
     whole = contents(tmp_path / "out")
-    path, other = (next((tmp_path / "out").rglob(f"piqa-{shots}shot.{name}")) for shots in (0, 2))
-    before = path.read_bytes()
-    path.write_bytes(DAMAGES[damage](before, other.read_bytes()))
-    assert path.read_bytes() != before
-    with pytest.raises(ValueError, match=re.escape(str(path))):
-        read_samples(tmp_path / "out", record) if name == "samples.jsonl" else read_records(tmp_path / "out")
-    start(tasks="piqa", num_fewshot=(0, 2))
+    for name, task in (("samples.jsonl", "sciq"), ("json", "piqa")):
+        files = [next((tmp_path / "out").rglob(f"{task}-{shots}shot.{name}")) for shots in range(6)]
+        before = [path.read_bytes() for path in files]
+        for number, (path, damage) in enumerate(zip(files, DAMAGES.values(), strict=True)):
+            path.write_bytes(damage(before[number], before[number - 1]))
+            assert path.read_bytes() != before[number]
+            (record,) = (r for r in made if (r.task, r.num_fewshot) == (task, number))
+            with pytest.raises(ValueError, match=re.escape(str(path))):
+                read_samples(tmp_path / "out", record) if task == "sciq" else records.read_record(path)
+        damaged += files
+    with pytest.raises(ValueError, match="piqa-0shot"):
+        read_records(tmp_path / "out")
+    start(**given)
     assert contents(tmp_path / "out") == whole
-    (message,) = [record.getMessage() for record in caplog.records if record.name == evaluator.__name__]
-    assert str(path) in message and "has to run again" in message
+    messages = [record.getMessage() for record in caplog.records if record.name == evaluator.__name__]
+    assert len(messages) == 12 and all("has to run again" in message for message in messages)
+    assert all(any(str(path) in message for message in messages) for path in damaged)
 
 
 def test_a_record_names_no_other_file(start, tmp_path):
@@ -183,8 +195,16 @@ MOMENTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def whole(start_in, tmp_path_factory):
+    """What a run leaves that nobody interrupts."""
+    folder = tmp_path_factory.mktemp("whole")
+    start_in(folder)
+    return contents(folder)
+
+
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_run_continues_to_the_same_files_after_an_interruption(moment, start, tmp_path, monkeypatch):
+def test_a_run_continues_to_the_same_files_after_an_interruption(moment, start, whole, tmp_path, monkeypatch):
     owner, name, which = MOMENTS[moment]
     original, calls = getattr(owner, name), []
 
@@ -199,8 +219,7 @@ def test_a_run_continues_to_the_same_files_after_an_interruption(moment, start, 
         start()
     assert not list((tmp_path / "out").rglob("*.partial"))
     start()
-    start(output="whole")
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert contents(tmp_path / "out") == whole
 
 
 @pytest.mark.parametrize("token, policy", [(" " * 30, "clamp"), ("word", "error"), (None, None)])
