@@ -92,9 +92,6 @@ class _Job:
     task: str
     settings: Settings
 
-    def __str__(self) -> str:
-        return f"{self.model.full_name}, {self.task}, {self.settings.num_fewshot}-shot"
-
     @property
     def data(self) -> tuple:
         """The key of a job's documents, which jobs share; running text is packed by tokenizer and length."""
@@ -354,7 +351,8 @@ def _run_jobs(
     with contextlib.closing(scorer):
         for job in jobs:
             report = on_progress if on_progress and is_first_process() else (lambda *_: None)
-            result = _score(scorer, task_objects[job.data], job, functools.partial(report, str(job)))
+            name = f"{model.full_name}, {job.task}, {job.settings.num_fewshot}-shot"
+            result = _score(scorer, task_objects[job.data], job, functools.partial(report, name))
             if result is not None:
                 records.write_record(output, *result)
     del scorer  # before the next model is loaded
@@ -385,12 +383,10 @@ def _score(
         metrics[metric] = {"value": value, "stderr": stderr if np.isfinite(stderr) else None}
     observed |= {f"{key}_documents": len(set().union(*(c[key] for c in counted))) for key in ("oov", "truncated")}
     is_cuda, cores = scorer.device.type == "cuda", f"{platform.machine()}, {os.cpu_count()} cores"
-    timings = {
-        "seconds": round(time.perf_counter() - start, 3),
-        **{key: sum(counts[key] for counts in counted) for key in ("requests", "input_tokens", "cached_tokens")},
-        "processes": scorer.world_size,
-        "hardware": torch.cuda.get_device_name(scorer.device) if is_cuda else cores,
-    }
+    timings: dict[str, Any] = {"seconds": round(time.perf_counter() - start, 3)}
+    timings |= {key: sum(counts[key] for counts in counted) for key in ("requests", "input_tokens", "cached_tokens")}
+    hardware = torch.cuda.get_device_name(scorer.device) if is_cuda else cores
+    timings |= {"processes": scorer.world_size, "hardware": hardware}
     made = (job.model.full_name, job.task, settings.num_fewshot, metrics, len(samples), n_documents)
     return Record(*made, settings, observed, timings), samples
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -219,13 +220,15 @@ def pack_documents(
             "documents are packed with it; use the GPT-NeoX tokenizer."
         )
     lengths = [len(encode(tokenizer, document, add_bos_token=False)) + 1 for document in documents]
-    taken = dict(enumerate(lengths)) if windows is None else _taken(lengths, windows * window)
-    cut = [index for index in taken if taken[index] < lengths[index]]
-    texts = {index: documents[index] for index in sorted(taken)}
-    texts |= {index: _first_tokens(tokenizer, documents[index], taken[index] - 1) for index in cut}
-    streams = _streams({index: taken[index] for index in texts}, window)
-    is_whole = len(taken) == len(documents) and not cut
-    n_unscored = 0 if is_whole else max(1, len(_streams(dict(enumerate(lengths)), window)) - len(streams))
+    taken = _taken(lengths, math.inf if windows is None else windows * window)
+    cut = {index for index, n_tokens in taken.items() if n_tokens < lengths[index]}
+    texts = {
+        index: _first_tokens(tokenizer, documents[index], n_tokens - 1) if index in cut else documents[index]
+        for index, n_tokens in taken.items()
+    }
+    streams, n_unscored = _streams(taken, window), 0
+    if len(taken) < len(documents) or cut:
+        n_unscored = max(1, len(_streams(dict(enumerate(lengths)), window)) - len(streams))
     rows = []
     for stream in streams:
         text = "".join(texts[index] + separator for index in stream)
@@ -244,14 +247,14 @@ def pack_documents(
     return import_extra("datasets").Dataset.from_list(rows)
 
 
-def _taken(lengths: list[int], budget: int) -> dict[int, int]:
-    """Index of a document -> number of its tokens to take, `budget` tokens together."""
+def _taken(lengths: list[int], budget: float) -> dict[int, int]:
+    """Index of a document, ascending -> number of its tokens to take, `budget` tokens together."""
     taken: dict[int, int] = {}
-    for index in range(len(lengths)) if sum(lengths) <= budget else task_data.spread_order(len(lengths)):
+    for index in task_data.spread_order(len(lengths)):
         if budget > 0:
-            taken[index] = min(lengths[index], budget)
+            taken[index] = int(min(lengths[index], budget))
             budget -= taken[index]
-    return taken
+    return dict(sorted(taken.items()))
 
 
 def _streams(lengths: dict[int, int], window: int) -> list[list[int]]:
@@ -267,7 +270,5 @@ def _streams(lengths: dict[int, int], window: int) -> list[list[int]]:
 
 
 def _first_tokens(tokenizer: PreTrainedTokenizerBase, document: str, n_tokens: int) -> str:
-    if n_tokens == 0:
-        return ""
     encoding = tokenizer(document, verbose=False, add_special_tokens=False, return_offsets_mapping=True)
-    return document[: encoding["offset_mapping"][n_tokens - 1][1]]
+    return document[: [0, *(end for _, end in encoding["offset_mapping"])][n_tokens]]

@@ -326,22 +326,16 @@ def test_names_of_tasks_and_suites(monkeypatch):
     assert files >= {*TASKS, "table4", "head_tasks_authors"} and set(OTHER_PROMPTS) <= files
 
 
-@pytest.fixture(scope="module")
-def authors(data_dir, tokenizer):
-    load = tasks_of_heads.load_authors_texts
-    return {shots: load(shots, data_dir=data_dir, tokenizer=tokenizer)["test"] for shots in (2, 3)}
-
-
-def test_the_authors_texts_have_5328_answers_whose_tokens_are_those_of_the_whole_text(authors, fixtures, tokenizer):
-    assert [len(rows) for rows in authors.values()] == [888] * 2
-    texts = [text for _, text in tasks_of_heads.authors_texts(str(fixtures / "benchdata"))]
+def test_the_authors_texts_have_5328_answers_whose_tokens_are_those_of_the_whole_text(data_dir, tokenizer):
+    texts = [text for _, text in tasks_of_heads.authors_texts(data_dir)]
     answers = [answer for text in texts for _, answer in tasks_of_heads.bracketed_answers(text).values()]
     lengths = [len(ids) for ids in tokenizer(answers)["input_ids"]]
     assert len(lengths) == 5328 and sum(length > 1 for length in lengths) == 622 and max(lengths) == 5
-    for shots, rows in authors.items():
-        assert rows["n_tokens"][:] == lengths[shots - 2 :: 6]
-    assert all(all(rows["has_first_token"]) for rows in authors.values())
-    first = authors[2][0]
+    for shots, limit in ((7, 37), (2, None)):  # one of 24 texts, and all
+        rows = tasks_of_heads.load_authors_texts(shots, data_dir, limit, tokenizer=tokenizer)["test"]
+        assert rows["n_tokens"][:] == lengths[shots - 2 :: 6 * (888 // (limit or 888))]
+        assert all(rows["has_first_token"]) and {*rows["n_unscored"]} == {888 - len(rows)}
+    first = rows[0]
     assert first["context"].endswith(
         "\n< Ruth has a sweater. Steven has a taxi. Ruth has a handgun. >. Ruth does not have a kind of"
     )
