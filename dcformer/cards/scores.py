@@ -102,11 +102,8 @@ def measured_scores(records: Iterable[Record]) -> list[Score]:
     for record in in_paper_order(records):
         for metric, measured in record.metrics.items():
             scale, digits = (100, 2) if metric.startswith("acc") else (1, 4)
-            error = measured.get("stderr")
-            rounded = (
-                round(scale * measured["value"], digits),
-                None if error is None else round(scale * error, digits),
-            )
+            value, error = measured["value"], measured.get("stderr")
+            rounded = round(scale * value, digits), None if error is None else round(scale * error, digits)
             unlike = "; ".join(differences_from_published(record))
             scores.append(Score(record.task, record.num_fewshot, metric, *rounded, _details(record), unlike=unlike))
     return scores

@@ -169,7 +169,7 @@ def _number(value: float, metric: str, sign: str = "") -> str:
     value, decimals = (100 * value, 1) if metric.startswith("acc") else (value, 3 if abs(value) < 10 else 2)
     if abs(value) >= 1000:
         return f"{value:{sign}.4g}"
-    return f"{round(value, decimals) + 0.0:{sign}.{decimals}f}"  # no -0.0
+    return f"{value:{sign}z.{decimals}f}"  # no -0.0
 
 
 def _value(row: Any) -> str:

@@ -352,9 +352,7 @@ def _run_jobs(
         for job in jobs:
             report = on_progress if on_progress and is_first_process() else (lambda *_: None)
             name = f"{model.full_name}, {job.task}, {job.settings.num_fewshot}-shot"
-            result = _score(scorer, task_objects[job.data], job, functools.partial(report, name))
-            if result is not None:
-                records.write_record(output, *result)
+            _score(scorer, task_objects[job.data], job, functools.partial(report, name), output)
     del scorer  # before the next model is loaded
     gc.collect()
     if torch.cuda.is_available():
@@ -362,9 +360,9 @@ def _run_jobs(
 
 
 def _score(
-    scorer: LogLikelihoods, task: Any, job: _Job, on_progress: Callable[[int, int], None]
-) -> tuple[Record, list[dict]] | None:
-    """The record and samples of a job; `None` in other processes than the first."""
+    scorer: LogLikelihoods, task: Any, job: _Job, on_progress: Callable[[int, int], None], output: str | os.PathLike
+) -> None:
+    """Score a job in all processes, and write its record in the first."""
     settings = job.settings
     import_extra("accelerate.utils").set_seed(settings.seed)
     scorer.max_length = settings.max_length
@@ -373,7 +371,7 @@ def _score(
     measured = score_text(scorer, job.task, task, settings) if settings.stride else _run_harness(scorer, task, job)
     counted = scorer.gather_object(scorer.counts())
     if scorer.rank != 0 or measured is None:
-        return None
+        return
     samples, values, n_documents, observed = measured
     metrics = {}
     for metric, value in values.items():
@@ -388,7 +386,7 @@ def _score(
     hardware = torch.cuda.get_device_name(scorer.device) if is_cuda else cores
     timings |= {"processes": scorer.world_size, "hardware": hardware}
     made = (job.model.full_name, job.task, settings.num_fewshot, metrics, len(samples), n_documents)
-    return Record(*made, settings, observed, timings), samples
+    records.write_record(output, Record(*made, settings, observed, timings), samples)
 
 
 def _run_harness(scorer: LogLikelihoods, task: Any, job: _Job) -> tuple | None:

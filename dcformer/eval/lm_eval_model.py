@@ -41,6 +41,10 @@ class LogLikelihoods(TemplateLM):
 
     add_bos_token: bool | None = None
     custom_prefix_token_id: int | None = None
+    cache_hook: Any
+    batch_size_per_gpu: int | str
+    _rank: int
+    _world_size: int
     oov_policy: str
     embedding_rows: int  # token ids that the model can read and predict
     max_length: int = 0  # most tokens of an input
@@ -121,23 +125,16 @@ class LogLikelihoods(TemplateLM):
         """Log-probability of each continuation and if it is greedy, from (key, ids before, continuation, ids after)."""
         # lm-eval does not pass the documents with the tokens.
         documents, self._documents = self._documents or [("requests", n) for n in range(len(requests))], ()
-        requests = self._within_the_vocabulary(requests, documents)
-        inputs: dict[tuple[int, ...], ScoredInput] = {}
-        for index, (_, context, continuation, *rest) in enumerate(requests):
-            # Requests with the same input, such as the one-token choices of a question, share it.
-            ids = tuple([*context, *continuation, *itertools.chain(*rest)][-self.max_length - 1 : -1])
-            # The input ends with all tokens except the last.
-            target = Target(index, len(ids) - len(continuation) - sum(map(len, rest)), continuation)
-            inputs.setdefault(ids, ScoredInput(ids)).targets.append(target)
+        inputs = self._inputs(requests, documents)
         self.scored_requests += len(requests)
-        self.input_tokens += sum(map(len, inputs))
+        self.input_tokens += sum(len(scored.ids) for scored in inputs)
         answers: list = [None] * len(requests)
         problem, n_done = None, 0
         on_progress = self.on_progress or (lambda done, total: None)
         on_progress(0, len(requests))
         is_hidden = disable_tqdm or self.rank != 0 or self.on_progress is not None
         with tqdm(total=len(requests), desc="Scoring", unit=" requests", disable=is_hidden) as bar:
-            for done in self._score(sorted(inputs.values(), key=lambda scored: (-len(scored.ids), scored.ids))):
+            for done in self._score(inputs):
                 for index, *answer in done:
                     answers[index] = tuple(answer)
                     if math.isnan(answer[0]):
@@ -155,27 +152,32 @@ class LogLikelihoods(TemplateLM):
         self._raise_on_all_processes(problem)
         return answers
 
-    def _within_the_vocabulary(self, requests: list[tuple], documents: Sequence[tuple[str, int]]) -> list[tuple]:
-        """Apply `oov_policy` to ids without an embedding row, and count documents that have some or are truncated."""
-        problem = None
-        for document, (_, context, continuation, *rest) in zip(documents, requests):
-            largest = max(itertools.chain(context, continuation, *rest), default=-1)
-            if largest >= self.embedding_rows:
+    def _inputs(self, requests: list[tuple], documents: Sequence[tuple[str, int]]) -> list[ScoredInput]:
+        """What the model reads, the longest first; documents that are cut, or have ids without a row, are counted."""
+        inputs: dict[tuple[int, ...], ScoredInput] = {}
+        problem, last = None, self.embedding_rows - 1
+        for index, (document, (_, context, continuation, *rest)) in enumerate(zip(documents, requests)):
+            whole, count, where = [*context, *continuation, *itertools.chain(*rest)], len(continuation), _name(document)
+            if (largest := max(whole, default=-1)) > last:
                 self.oov_documents.add(document)
-            if len(context) + len(continuation) > self.max_length + 1:
+                problem = problem or self._oov_problem(largest, where)
+            if len(context) + count > self.max_length + 1:
                 self.truncated_documents.add(document)
-            where = _name(document)
-            problem = problem or self._oov_problem(largest, where)
             if not context or not continuation:
                 problem = problem or f"There is an empty context or continuation in {where}, which cannot be scored."
-            elif (count := len(continuation)) > self.max_length:
+            elif count > self.max_length:
                 problem = problem or (
                     f"The continuation in {where} must have at most {self.max_length} tokens, the model's positions, "
                     f"got {count}; leave the task out with --tasks."
                 )
+            # The input ends with all tokens except the last.
+            ids = tuple(min(token, last) for token in whole[-self.max_length - 1 : -1])
+            first = len(ids) - count - sum(map(len, rest))
+            # Requests with the same input, such as the one-token choices of a question, share it.
+            scored = inputs.setdefault(ids, ScoredInput(ids))
+            scored.targets.append(Target(index, first, [min(token, last) for token in continuation]))
         self._raise_on_all_processes(problem)
-        last = self.embedding_rows - 1
-        return [(key, *([min(token, last) for token in ids] for ids in parts)) for key, *parts in requests]
+        return sorted(inputs.values(), key=lambda scored: (-len(scored.ids), scored.ids))
 
     def _oov_problem(self, largest: int, where: str) -> str | None:
         if largest < self.embedding_rows or self.oov_policy == "clamp":
@@ -253,7 +255,7 @@ class DCFormerLM(LogLikelihoods, HFLM):
                     "with a softmax in float32; give a loaded model, or use lm-eval's own class, by --model hf."
                 )
         if isinstance(pretrained, str):
-            hub = {"revision": revision, "trust_remote_code": bool(trust_remote_code)}
+            hub: dict[str, Any] = {"revision": revision, "trust_remote_code": bool(trust_remote_code)}
             pretrained, tokenizer = find_model(pretrained, tokenizer=tokenizer, **hub), None
         if not isinstance(pretrained, FoundModel):
             device = pretrained.device

@@ -6,15 +6,15 @@ Accuracies are fractions everywhere outside these files.
 
 import json
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 
 AVERAGE = "average"
 NO_ROW = "none"
 PAPER_ROWS = ("Pythia-2.8B", "DCPythia-2.8B", "DCFormer++2.8B", "Pythia-6.9B", "DCPythia-6.9B", "Pythia-12B")
 
+_FOLDER = Path(__file__).parent / "published"
+_PAPER, _PYTHIA = (json.loads((_FOLDER / f"{name}.json").read_text(encoding="utf-8")) for name in ("paper", "pythia"))
 # Names of models in lower case: a Hub repository without its owner, or a folder.
 _ROW_OF_NAME = {row.lower(): row for row in PAPER_ROWS} | dict.fromkeys(
     ("dcformer-2.8b", "dcformer++-2.8b", "dcformer_pp_2b8"), "DCFormer++2.8B"
@@ -46,13 +46,13 @@ def paper_row(model: str, paper_rows: Mapping[str, str] | None = None) -> str | 
 
 def paper_accuracies(row: str | None, num_fewshot: int) -> dict[str, float]:
     """Table 4's accuracies (fractions) of a row by task, and `"average"`; empty if the paper has none."""
-    cells = _numbers("paper")["table4"].get(str(num_fewshot), {}).get(row, {})
+    cells = _PAPER["table4"].get(str(num_fewshot), {}).get(row, {})
     return {task: percent / 100 for task, percent in cells.items()}
 
 
 def paper_perplexities(row: str | None) -> dict[str, float]:
     """Table 4's perplexities per token, by task: `"pile_ppl"`, `"flan_ppl"`; empty if there is no such row."""
-    return {f"{name}_ppl": value for name, value in _numbers("paper")["perplexity"].get(row, {}).items()}
+    return {f"{name}_ppl": value for name, value in _PAPER["perplexity"].get(row, {}).items()}
 
 
 def paper_authors_texts(row: str | None) -> dict[str, float]:
@@ -60,7 +60,7 @@ def paper_authors_texts(row: str | None) -> dict[str, float]:
     Table 5 of a row by metric, over 2 to 7 shots together. The paper does not say whether an answer counts by its first
     token or as a whole, so both accuracies have the same number, and so have all perplexities.
     """
-    cells = _numbers("paper")["table5"].get(row)
+    cells = _PAPER["table5"].get(row)
     if cells is None:
         return {}
     accuracies = dict.fromkeys(("acc", "acc_first_token"), cells["accuracy"] / 100)
@@ -70,10 +70,5 @@ def paper_authors_texts(row: str | None) -> dict[str, float]:
 
 def eleuther_accuracies(row: str | None, num_fewshot: int) -> dict[str, float]:
     """EleutherAI's accuracies by task of the Pythia model in a row of the paper; empty if there are none."""
-    scores = _numbers("pythia")["scores"].get((row or "").lower(), {}).get(str(num_fewshot), {"tasks": {}})
+    scores = _PYTHIA["scores"].get((row or "").lower(), {}).get(str(num_fewshot), {"tasks": {}})
     return {task: cell["acc"] for task, cell in scores["tasks"].items()}
-
-
-@cache
-def _numbers(name: str) -> dict[str, Any]:
-    return json.loads((Path(__file__).parent / "published" / f"{name}.json").read_text(encoding="utf-8"))

@@ -54,11 +54,6 @@ def accuracy_stderr(accuracy: float, count: int) -> float:
     return math.sqrt(max(accuracy * (1 - accuracy), 0.0) / (count - 1)) if count > 1 else math.nan
 
 
-def have_same_documents(samples: Sequence[Mapping], baseline: Sequence[Mapping]) -> bool:
-    """True if two models were scored on the same documents, in whatever order."""
-    return _by_document(samples).keys() == _by_document(baseline).keys()
-
-
 def paired_difference(
     tasks: Mapping[str, tuple[Sequence[Mapping], Sequence[Mapping]]],
     metric: str,
@@ -135,23 +130,20 @@ def metric_and_stderr(samples: Sequence[Mapping], metric: str) -> tuple[float, f
     return float(rate), stderr
 
 
-def _by_document(samples: Sequence[Mapping]) -> dict[tuple[str, int], Mapping]:
-    """(hash, occurrence) -> sample, in the order of `doc_id`; data sets hold some documents twice."""
-    occurrences: Counter[str] = Counter()
-    by_document = {}
-    for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
-        occurrences[sample["doc_hash"]] += 1
-        by_document[sample["doc_hash"], occurrences[sample["doc_hash"]]] = sample
-    return by_document
-
-
 def _sums_by_document(samples: Sequence[Mapping], metric: str) -> dict[Any, tuple[float, float]]:
-    """Document -> `(measured, per)`; a plain number is per document, and all questions of a text are one document."""
+    """
+    Document, in the order of `doc_id` -> `(measured, per)`; a plain number is per document.
+
+    A document is its hash and occurrence, since data sets hold some twice; all questions of a text are one document.
+    """
     is_loss = is_perplexity(metric) or metric == "nats_per_token"
     scale = -1.0 if is_loss else -1 / math.log(2) if metric == "bits_per_byte" else 1.0
+    occurrences: Counter[str] = Counter()
     sums: dict[Any, tuple[float, float]] = {}
-    for key, sample in _by_document(samples).items():
-        value, document = sample["metrics"][metric], sample["fields"]["document"] if "fields" in sample else key
+    for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
+        occurrences[sample["doc_hash"]] += 1
+        key, value = (sample["doc_hash"], occurrences[sample["doc_hash"]]), sample["metrics"][metric]
+        document = sample["fields"]["document"] if "fields" in sample else key
         measured, per = value if isinstance(value, list | tuple) else (value, 1)
         before = sums.get(document, (0.0, 0))
         sums[document] = (before[0] + scale * measured, before[1] + per)
