@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import itertools
 import random
 
 import pytest
@@ -24,24 +23,20 @@ from dcformer.eval.prefixes import ScoredInput, Target, group_by_prefix
 from dcformer.eval.vllm_model import VLLMLM, which_may_read
 
 
-# Text with a run of spaces, whose id 50,276 lies beyond 50,257 rows.
-SPACED = "a  b"
-PAIRS = [
-    ("The capital of France is", " Paris"),
-    ("The capital of France is", " London"),
-    ("The capital of France is", " a city in the north of the country"),
-    ("", "A text without a context"),
-    ("Question: what is composed?\nAnswer: ", "heads"),
-    ("Heads " * 30, "work together"),
-    ("One", " two three four five six seven eight nine ten"),
-    ("Numbers: 1 2 3 4 5 6 7 8 9", " 10"),
-]
 ROWS = 67
 POSITIONS = 64
 SHAPE = {"vocab_size": ROWS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"max_position_embeddings": POSITIONS, "bos_token_id": None, "eos_token_id": None}
 SHAPE |= {"intermediate_size": 64, "initializer_range": 0.3}
 LEARNED = "plain_transformer_with_learned_positions"
+CONTEXT = "w3 w4 w5 w6 w7 w8 w9 w20 w21"
+PAIRS = [(CONTEXT, " w30"), (CONTEXT, " w31"), (CONTEXT, " w32 w33 w34 w35 w36 w37"), ("", "w38 w39 w40")]
+PAIRS += [
+    ("w41 w42 ", "w43"),
+    ("w34 " * 30, "w35 w36"),
+    ("w37", " w3 w4 w5 w6 w7 w8 w9"),
+    (f"w40 {CONTEXT}", " w2"),
+]
 OTHERS = {"gpt_neox": {}, "llama": {"num_key_value_heads": 2}}
 OTHERS["opt"] = {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.3}
 
@@ -53,20 +48,6 @@ def build_model(kind, **values):
         return tiny_model(kind, **values)
     config = AutoConfig.for_model(kind, **{**SHAPE, **OTHERS[kind], **values})
     return AutoModelForCausalLM.from_config(config).eval()
-
-
-def save_model(folder, kind, rows, fixtures):
-    """A random model of 64 positions with GPT-NeoX's tokenizer."""
-    build_model(kind, vocab_size=rows).save_pretrained(folder)
-    file = str(fixtures / "benchdata/tokenizer/20B_tokenizer.json")
-    PreTrainedTokenizerFast(tokenizer_file=file, eos_token="<|endoftext|>").save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def folders(fixtures, tmp_path_factory):
-    made = itertools.product(("dcformer", "gpt_neox"), (50304, 50257))
-    return {(kind, rows): save_model(tmp_path_factory.mktemp(kind), kind, rows, fixtures) for kind, rows in made}
 
 
 def language_model(folder, **options):
@@ -110,14 +91,18 @@ def values(answers):
     return torch.tensor([answer[0] if isinstance(answer, tuple) else answer for answer in answers])
 
 
-def test_an_input_is_computed_once_for_all_its_requests_and_in_a_longer_one(folders):
-    """ " Paris" scored alone, and as the last token of a longer continuation of a shorter context."""
-    model = language_model(folders["dcformer", 50304])
-    pairs = [("The capital of France is", " Paris"), ("The capital of", " France is London"), ("The", " capital")]
-    answers = model.loglikelihood(instances(pairs))
-    assert (model.input_tokens, model.cached_tokens) == (6, 1)  # rows of five tokens and of one, which begins the other
-    expected = [by_hand(folders["dcformer", 50304], *pair) for pair in pairs]
-    assert values(answers) == pytest.approx(values(expected), abs=1e-4)
+def test_an_input_is_computed_once_for_all_its_requests_and_in_a_longer_one():
+    """ " w8" scored alone, and as the last token of a longer continuation of a shorter context."""
+    scorer = scorer_of(build_model("dcformer"))
+    pairs = [("w3 w4 w5 w6 w7", " w8"), ("w3 w4 w5 w6", " w7 w9"), ("w3", " w4")]
+    answers = scorer.loglikelihood(instances(pairs))
+    assert (scorer.input_tokens, scorer.cached_tokens) == (
+        6,
+        1,
+    )  # rows of five tokens, and of one that begins the other
+    assert values(answers) == pytest.approx(
+        values(by_hand((scorer.tokenizer, scorer.model), *p) for p in pairs), abs=1e-4
+    )
 
 
 def test_batches_are_cut_where_logits_or_keys_would_not_fit(monkeypatch):
@@ -143,9 +128,8 @@ def test_batches_are_cut_where_logits_or_keys_would_not_fit(monkeypatch):
 
 
 @pytest.mark.parametrize("shares", [True, False], ids=["shared prefixes", "whole inputs"])
-def test_a_batch_that_does_not_fit_into_memory_is_halved_and_answers_are_cached(shares, folders, monkeypatch):
-    folder = folders["gpt_neox", 50304]
-    model, cached = language_model(folder, shared_prefixes=shares, batch_size=64), {}
+def test_a_batch_that_does_not_fit_into_memory_is_halved_and_answers_are_cached(shares, monkeypatch):
+    model, cached = scorer_of(build_model("gpt_neox"), shared_prefixes=shares, batch_size=64), {}
     model.cache_hook.add_partial = lambda _, key, answer: cached.update({key: answer})
     sizes, forward, fits, refused = [], model.model.forward, 2, []
 
@@ -157,7 +141,8 @@ def test_a_batch_that_does_not_fit_into_memory_is_halved_and_answers_are_cached(
         return forward(input_ids, **arguments)
 
     monkeypatch.setattr(model.model, "forward", forward_in_little_memory)
-    answers, expected = model.loglikelihood(instances(PAIRS)), [by_hand(folder, *pair) for pair in PAIRS]
+    answers = model.loglikelihood(instances(PAIRS))
+    expected = [by_hand((model.tokenizer, model.model), *pair) for pair in PAIRS]
     assert values(answers) == pytest.approx(values(expected), abs=1e-4)
     assert [greedy for _, greedy in answers] == [greedy for _, greedy in expected]
     assert cached == dict(zip(PAIRS, answers))
@@ -168,23 +153,22 @@ def test_a_batch_that_does_not_fit_into_memory_is_halved_and_answers_are_cached(
 
 
 @pytest.mark.parametrize("kind", ["dcformer", "gpt_neox"])
-def test_ids_without_a_row_are_refused_or_read_as_the_last_one(kind, folders):
-    folder = folders[kind, 50257]
-    with pytest.raises(ValueError, match="50276 in document 1 of question"):
-        language_model(folder, oov_policy="error").loglikelihood(instances([PAIRS[0], (SPACED, " c")]))
-    model = language_model(folder)  # the ids without a row are runs of spaces
-    assert model.oov_policy == "clamp"
-    answers = model.loglikelihood(instances([PAIRS[0], (SPACED, " c"), ("a", "  b")]))
-    assert model.oov_documents == {("question", 1), ("question", 2)}
-    assert answers[2][0] == pytest.approx(by_hand(folder, "a", "  b")[0], abs=1e-4)
+def test_ids_without_a_row_are_refused_or_read_as_the_last_one(kind):
+    pairs, model = [PAIRS[0], ("w3 w66", " w5"), ("w3", " w66")], build_model(kind, vocab_size=ROWS - 9)
+    with pytest.raises(ValueError, match="66 in document 1 of question"):
+        scorer_of(model, oov_policy="error").loglikelihood(instances(pairs))
+    scorer = scorer_of(model, oov_policy="clamp")
+    answers = scorer.loglikelihood(instances(pairs))
+    assert scorer.oov_documents == {("question", 1), ("question", 2)}
+    assert answers[2][0] == pytest.approx(by_hand((scorer.tokenizer, model), *pairs[2])[0], abs=1e-4)
 
 
-def test_what_cannot_be_scored_is_refused(folders):
-    model = language_model(folders["dcformer", 50304])
+def test_what_cannot_be_scored_is_refused():
+    model = scorer_of(build_model("dcformer"))
     with pytest.raises(ValueError, match="empty context or continuation in document 0"):
-        model.loglikelihood(instances([("a", "")]))
+        model.loglikelihood(instances([("w3", "")]))
     with pytest.raises(ValueError, match=r"at most 64 tokens, .* got 65"):
-        model.loglikelihood(instances([("a", " word" * 65)]))
+        model.loglikelihood(instances([("w3", " w4" * 65)]))
     with torch.no_grad():
         model.model.lm_head.weight[:] = torch.nan
     with pytest.raises(ValueError, match="document 0 of question is not a number"):
