@@ -24,17 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from ..head_tasks import TASK_KINDS, held_out_questions
+from . import task_data
 from .perplexity import continuation_ids, task_tokenizer
-from .task_data import (
-    SOURCES,
-    checked_origin,
-    data_files,
-    documents_hash,
-    fetch,
-    import_extra,
-    jsonl_fields,
-    spread_indices,
-)
+from .task_data import SOURCES, import_extra
 
 
 HELD_OUT_DOCUMENTS = 1000
@@ -47,7 +39,7 @@ def load_held_out(windows: int | None = None, **settings: Any) -> dict[str, Any]
     """Questions of 1,000 generated texts, or of `windows` (`--limit`); no training text has the same facts."""
     questions = held_out_questions(documents=windows or HELD_OUT_DOCUMENTS)
     n_unscored = 0 if windows is None else max(0, HELD_OUT_DOCUMENTS - windows) * len(questions) // windows
-    digest = documents_hash(((row["context"], row["answer"]) for row in questions), is_ordered=True)
+    digest = task_data.documents_hash(((row["context"], row["answer"]) for row in questions), is_ordered=True)
     return _as_test(questions, n_unscored, settings, {"source": "generated", "hash": digest, "as_known": None})
 
 
@@ -56,9 +48,9 @@ def load_authors_texts(
 ) -> dict[str, Any]:
     """The answers of line `shots + 1` (2 to 7) of every text, or of `windows` texts (`--limit`) spread over all."""
     texts = list(authors_texts(data_dir))
-    origin = checked_origin("synthetic", texts, data_dir, data_hash)
+    origin = task_data.checked_origin("synthetic", texts, data_dir, data_hash)
     questions = []
-    for document in spread_indices(len(texts), windows):
+    for document in task_data.spread_indices(len(texts), windows):
         task, text = texts[document]
         answers, kind = bracketed_answers(text), TASK_KINDS[task]
         if list(answers) != [2, 3, 4, 5, 6, 7]:
@@ -110,8 +102,8 @@ def score_answer(doc: dict, results: list[tuple[float, bool]]) -> dict[str, Any]
 
 def authors_texts(data_dir: str | None) -> Iterable[tuple[str, ...]]:
     """Name of the task and text of the authors' file, in its order."""
-    given = data_dir and data_files(Path(data_dir, "synthetic"), "synthetic_dataset.jsonl")
-    return jsonl_fields(given or [fetch(str(SOURCES["synthetic"].address))], ("task_id", "texts"))
+    given = data_dir and task_data.data_files(Path(data_dir, "synthetic"), "synthetic_dataset.jsonl")
+    return task_data.jsonl_fields(given or [task_data.fetch(str(SOURCES["synthetic"].address))], ("task_id", "texts"))
 
 
 def bracketed_answers(text: str) -> dict[int, tuple[str, str]]:

@@ -86,7 +86,7 @@ def by_hand(folder, before, stride, places):
 
 
 @pytest.mark.parametrize(
-    ("kind", "stride"), [("words", 3), ("words", 16), ("words", 5), ("characters", 11), ("two before", 7), ("opt", 7)]
+    ("kind", "stride"), [("words", 16), ("words", 5), ("characters", 11), ("two before", 7), ("opt", 7)]
 )
 def test_every_token_of_a_text_counts_once_with_the_context_that_a_stride_leaves(kind, stride, text, tmp_path):
     options = {"two before": {"processor": template("w2 w0 $A w1")}, "opt": {"kind": "opt"}}
