@@ -94,8 +94,8 @@ class _Job:
 
     @property
     def data(self) -> tuple:
-        """The key of a job's documents, which jobs share; running text is packed by tokenizer and length."""
-        return (self.task, self.settings.tokenizer, self.settings.max_length)
+        """The key of a job's documents, which jobs share; those of tasks may be packed by tokenizer and length."""
+        return (self.task,) if self.settings.stride else (self.task, self.settings.tokenizer, self.settings.max_length)
 
 
 def evaluate(

@@ -153,7 +153,7 @@ class LogLikelihoods(TemplateLM):
         return answers
 
     def _inputs(self, requests: list[tuple], documents: Sequence[tuple[str, int]]) -> list[ScoredInput]:
-        """What the model reads, the longest first; documents that are cut, or have ids without a row, are counted."""
+        """Inputs of the model, the longest first; documents that are cut, or have ids without a row, are counted."""
         inputs: dict[tuple[int, ...], ScoredInput] = {}
         problem, last = None, self.embedding_rows - 1
         for index, (document, (_, context, continuation, *rest)) in enumerate(zip(documents, requests)):

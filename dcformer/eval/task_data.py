@@ -237,11 +237,8 @@ def load_documents(
     origin = checked_origin(column, zip(*columns), data_dir, data_hash)
     if process is not None:  # lm-eval's `process_docs` would run at every access
         documents = {split: process(rows) for split, rows in documents.items()}
-    return {
-        "scored": documents[scored],
-        "examples": documents[examples],
-        "origin": {**origin, "examples": examples, **extra},
-    }
+    origin |= {"examples": examples, **extra}
+    return {"scored": documents[scored], "examples": documents[examples], "origin": origin}
 
 
 def _splits(column: str, data_dir: str | os.PathLike | None) -> dict[str, Any]:
