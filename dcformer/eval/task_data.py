@@ -81,11 +81,10 @@ def data_folder(task: str, data_dir: str | os.PathLike | None = None) -> str:
 
 def data_files(folder: Path, *names: str) -> list[Path]:
     """The files of a folder that are read, by their endings, or those with certain names; in upper or lower case."""
-    files = sorted(file for file in folder.glob("*") if file.suffix.lower() in _SUFFIXES)
-    if names:
-        files = [file for file in files if any(fnmatch.fnmatchcase(file.name.lower(), name) for name in names)]
+    patterns = names or [f"*{suffix}" for suffix in _SUFFIXES]
+    files = sorted(f for f in folder.glob("*") if any(fnmatch.fnmatchcase(f.name.lower(), p) for p in patterns))
     if not files:
-        wanted = " or ".join(names or [f"*{suffix}" for suffix in _SUFFIXES])
+        wanted = " or ".join(patterns)
         raise FileNotFoundError(f"There is no file {wanted} in {str(folder)!r}, where documents are read from.")
     return files
 
