@@ -89,6 +89,10 @@ def row_of(report, model, task, shots=0, metric="acc"):
     return row
 
 
+def rows_of_columns(report):
+    return [row_of(report, DCPYTHIA, task) for task in TABLE4_COLUMNS]
+
+
 def test_standard_errors_are_those_of_lm_eval_and_of_linearised_ratios():
     values = hits(0.3, 50)
     expected = np.std(values, ddof=1) / math.sqrt(50)
@@ -269,11 +273,9 @@ def test_differences_averages_and_the_papers_numbers_are_in_the_frame(report):
     accuracies = published.paper_accuracies("DCFormer++2.8B", 0)
     assert row.value == pytest.approx(accuracies["piqa"], abs=0.0026) and row.paper == accuracies["piqa"]
     assert row.verdict == "within 2 stderr" and math.isnan(row.published)
-    assert average.value == pytest.approx(np.mean([row_of(report, DCPYTHIA, task).value for task in TABLE4_COLUMNS]))
-    assert average.stderr == pytest.approx(
-        math.hypot(*(row_of(report, DCPYTHIA, t).stderr for t in TABLE4_COLUMNS)) / 11
-    )
-    deltas = [row_of(report, DCPYTHIA, task).delta for task in TABLE4_COLUMNS]
+    values, stderrs, deltas = zip(*((r.value, r.stderr, r.delta) for r in rows_of_columns(report)))
+    assert average.value == pytest.approx(np.mean(values))
+    assert average.stderr == pytest.approx(math.hypot(*stderrs) / 11)
     assert average.delta == pytest.approx(np.mean(deltas)) and average.low < average.delta < average.high
     assert row_of(report, PYTHIA, "piqa").published == pytest.approx(0.7388465723612623)
     cells = report.tables()["Accuracy in percent, 0-shot"].set_index("model").loc["wins : losses, p"]
@@ -294,15 +296,13 @@ def test_the_authors_texts_are_pooled_and_resampled_whole(compared, report):
     assert "authors" in title and list(table.questions[:3]) == ["all", "shots 2", "shots 3"]
     assert list(table.answers[:3]) == ["360", "60", "60"]
     assert table[report.results.names[PYTHIA]][1] == f"{100 * (theirs[0] > -1).mean():.1f}"
-    assert (
-        table[report.results.names[DCPYTHIA]][0] == f"{100 * (ours > -1).mean():.1f}"
-        and table["blind choice"][0] == "33.3"
-    )
+    assert table[report.results.names[DCPYTHIA]][0] == f"{100 * (ours > -1).mean():.1f}"
+    assert table["blind choice"][0] == "33.3"
 
 
 def test_p_values_are_corrected_within_a_table_and_summaries_apart(compared, report):
     corrected = build_report(compared[0], baseline=PYTHIA, resamples=RESAMPLES, correction="holm")
-    rows = [row_of(corrected, DCPYTHIA, task) for task in TABLE4_COLUMNS]
+    rows = rows_of_columns(corrected)
     assert [row.p_corrected for row in rows] == pytest.approx(holm([row.p for row in rows]))
     average = row_of(corrected, DCPYTHIA, "average")
     assert average.p_corrected == average.p

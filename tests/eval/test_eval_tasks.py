@@ -336,9 +336,8 @@ def test_the_authors_texts_have_5328_answers_whose_tokens_are_those_of_the_whole
         assert rows["n_tokens"][:] == lengths[shots - 2 :: 6 * (888 // (limit or 888))]
         assert all(rows["has_first_token"]) and {*rows["n_unscored"]} == {888 - len(rows)}
     first = rows[0]
-    assert first["context"].endswith(
-        "\n< Ruth has a sweater. Steven has a taxi. Ruth has a handgun. >. Ruth does not have a kind of"
-    )
+    asked = "\n< Ruth has a sweater. Steven has a taxi. Ruth has a handgun. >. Ruth does not have a kind of"
+    assert first["context"].endswith(asked)
     assert first["continuations"] == [" vehicle"] and (first["task"], first["document"]) == ("task0", 0)
     for text in texts[::7]:
         whole = tokenizer(text.replace(" [", "").replace(" ]", ""))["input_ids"]
