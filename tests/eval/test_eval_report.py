@@ -249,6 +249,9 @@ def test_a_limited_run_or_other_documents_are_no_control(tmp_path):
     assert control.startswith("CONTROL INCOMPLETE") and partial.startswith("PARTIAL: 200 of 1838 documents of piqa")
     for words in ("logiqa, race_middle of other documents", "piqa", "sciq"):
         assert words in control
+    write_table4(tmp_path / "all", PYTHIA, accuracies, count=None)
+    write_accuracy(tmp_path / "all", PYTHIA, "piqa", accuracies["piqa"], documents=1838)
+    assert not row_of(build_report(tmp_path / "all"), PYTHIA, "average").control
 
 
 @pytest.fixture(scope="module")
