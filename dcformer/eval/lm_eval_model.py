@@ -117,7 +117,8 @@ class LogLikelihoods(TemplateLM):
         self._documents = [documents[number] for number, *_ in parts]
         answers = self._loglikelihood_tokens([(None, *part) for _, *part in parts], disable_tqdm=disable_tqdm)
         scores: list[list[float]] = [[] for _ in documents]
-        for number, value in itertools.chain(*self._gather([(part[0], a[0]) for part, a in zip(parts, answers)])):
+        pairs = [(number, value) for (number, *_), (value, _) in zip(parts, answers)]
+        for number, value in itertools.chain(*self._gather(pairs)) if step > 1 else pairs:
             scores[number].append(value)
         return list(map(math.fsum, scores))
 

@@ -197,7 +197,7 @@ APPENDING = {
 
 
 @pytest.mark.parametrize("kind", APPENDING)
-def test_what_a_tokenizer_appends_is_no_part_of_a_context(kind, caplog):
+def test_what_a_tokenizer_appends_is_no_part_of_a_context(kind, caplog, monkeypatch):
     model, (appending, plain) = build_model("llama"), APPENDING[kind]
     assert appending("w5")["input_ids"][-1] == 1 != plain("w5")["input_ids"][-1]
     contexts._warn_once.cache_clear()
@@ -209,6 +209,11 @@ def test_what_a_tokenizer_appends_is_no_part_of_a_context(kind, caplog):
         assert ours.tok_encode(text) == expected.tok_encode(text) == plain(text)["input_ids"]
     texts = ["w3 w4 w5 " * 50, "w6"]
     assert ours.loglikelihood_rolling(instances(texts)) == expected.loglikelihood_rolling(instances(texts))
+    # lm-eval gives each of two processes texts of its own.
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda values: 2 * values)
+    ours._world_size = 2
+    assert ours.loglikelihood_rolling(instances(texts)) == expected.loglikelihood_rolling(instances(texts))
+    ours._world_size = 1
     asked = instances([(text, {"until": ["w2"], "max_gen_toks": 9}) for text in ("w3 w4 w5", "w3", "w9 " * 90)])
     assert ours.generate_until(asked, disable_tqdm=True) == expected.generate_until(asked, disable_tqdm=True)
     by_vllm = VLLMLM.__new__(VLLMLM)
