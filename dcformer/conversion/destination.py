@@ -3,21 +3,19 @@
 All that is not finished lies in a hidden folder, `.NAME.partial`, beside the final path:
 
     lock           held by the process that writes
-    fingerprint    which conversion this is
-    notes/         which files are complete, with their hashes
+    notes.json     which conversion this is, and which files are complete, with their hashes
     model/         the folder that will be renamed
     replaced/      with --force, the old folder between the two renames
 """
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..common.files import file_lock, find_damage, make_manifest, read_sealed, seal, write_atomically
+from ..common.files import file_lock, find_damage, json_digest, make_manifest, read_sealed, seal, write_atomically
 from .conversion_report import REPORT_FILE, read_report
 from .plan import UnfitWeightsError, listed
 from .stores import is_remote
@@ -33,7 +31,7 @@ class Destination:
     Attributes:
         path: The same, absolute.
         folder: What is renamed to the path at the end.
-        finished: By name the records of what is finished, by an earlier run when the destination is opened.
+        finished: By name the manifest (`files`) and `records` of what this run, or one before it, has finished.
         report: When the destination is opened, the report of an earlier run that ended after it had renamed the folder.
 
     Raises:
@@ -51,12 +49,12 @@ class Destination:
         if not is_remote(source) and read.exists() and self._final in (read, *read.parents):
             raise ValueError(f"The source {str(source)!r} lies inside the destination {str(path)!r}; choose another.")
         self._partial = self._final.with_name(f".{self._final.name}.partial")
-        self._notes, self.folder = self._partial / "notes", self._partial / "model"
-        self._replaced, self._fingerprint = self._partial / "replaced", self._partial / "fingerprint"
-        self.finished: dict[str, list[dict[str, Any]]] = {}
+        self._notes, self.folder = self._partial / "notes.json", self._partial / "model"
+        self._replaced, self._fingerprint = self._partial / "replaced", ""
+        self.finished: dict[str, dict[str, Any]] = {}
         self.report: dict[str, Any] | None = None
         # What a process left that ended during the renames or after them, `open` looks at.
-        if not self._replaced.is_dir() and (self.folder.is_dir() or not self._fingerprint.is_file()):
+        if not self._replaced.is_dir() and (self.folder.is_dir() or not self._notes.is_file()):
             self._check_final()
 
     def _is_free(self) -> bool:
@@ -91,10 +89,10 @@ class Destination:
             LockHeldError: if another process is writing it.
             FileExistsError: as the constructor, if something has been written to the final path since.
         """
-        text = json.dumps(fingerprint, sort_keys=True)
+        self._fingerprint = json_digest(fingerprint)
         with file_lock(self._partial / "lock"):
-            is_same = self._fingerprint.is_file() and self._fingerprint.read_bytes() == text.encode()
-            if is_same and not self.folder.is_dir() and (report := self._report_of_result()) is not None:
+            self._read_notes()
+            if self.finished and not self.folder.is_dir() and (report := self._report_of_result()) is not None:
                 self.report = report
                 yield self.folder
                 self._remove_partial()
@@ -102,17 +100,12 @@ class Destination:
             if self._replaced.exists() and self._is_free():  # a process ended between the renames
                 self._replaced.rename(self._final)
             self._check_final()
-            if not is_same:
-                if self._notes.exists():
-                    shutil.rmtree(self._notes)
-                write_atomically(self._fingerprint, text)
-            for folder in (self._notes, self.folder):
-                folder.mkdir(exist_ok=True)
+            self.folder.mkdir(exist_ok=True)
             self._keep_finished()
             try:
                 yield self.folder
             except BaseException as error:
-                if isinstance(error, UnfitWeightsError) or not any(self._notes.iterdir()):
+                if isinstance(error, UnfitWeightsError) or not self.finished:
                     shutil.rmtree(self._partial)
                 raise
             self._check_final()
@@ -124,40 +117,34 @@ class Destination:
 
     def _remove_partial(self) -> None:
         """Remove all that is beside the final path, last that by which a later run knows that it was complete."""
-        for folder in (self._replaced, self._notes):
-            if folder.exists():
-                shutil.rmtree(folder)
-        for path in sorted(self._partial.iterdir(), key=lambda path: path == self._fingerprint):
-            path.unlink()
+        for path in sorted(self._partial.iterdir(), key=lambda path: path == self._notes):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         self._partial.rmdir()
+
+    def _read_notes(self) -> None:
+        """Read what is finished of this conversion; without notes, or with damaged or other ones, nothing is."""
+        with contextlib.suppress(ValueError, FileNotFoundError):
+            notes = read_sealed(self._notes)
+            self.finished = notes["finished"] if notes["fingerprint"] == self._fingerprint else {}
 
     def _report_of_result(self) -> dict[str, Any] | None:
         """The report at the final path, if all is there as this conversion wrote it."""
         report = read_report(self._final)
         if report is None or find_damage(self._final, report["files"]) is not None:
             return None
-        is_ours = all(content["files"].items() <= report["files"].items() for _, content in self._read_notes())
+        is_ours = all(note["files"].items() <= report["files"].items() for note in self.finished.values())
         return report if is_ours else None
-
-    def _read_notes(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Name and content of every note that is not damaged."""
-        for note in self._notes.glob("*.json"):
-            with contextlib.suppress(ValueError):  # what it was about is written again
-                yield note.stem, read_sealed(note)
 
     def finish(self, name: str, paths: Iterable[Path], records: list[dict[str, Any]]) -> None:
         """Note that files in the folder are complete, with records that this and a later run have in `finished`."""
-        note = seal({"files": make_manifest(self.folder, paths), "records": records})
-        write_atomically(self._notes / f"{name}.json", note)
-        self.finished[name] = records
+        self.finished[name] = {"files": make_manifest(self.folder, paths), "records": records}
+        write_atomically(self._notes, seal({"fingerprint": self._fingerprint, "finished": self.finished}))
 
     def _keep_finished(self) -> None:
-        """Read the notes, and delete all files but those that are as an undamaged note says."""
-        kept = set()
-        for name, content in self._read_notes():
-            if find_damage(self.folder, content["files"]) is None:
-                self.finished[name] = content["records"]
-                kept |= {self.folder / file for file in content["files"]}
+        """Delete all files but those that are as the notes say, and forget what is not."""
+        notes = self.finished.items()
+        self.finished = {name: note for name, note in notes if find_damage(self.folder, note["files"]) is None}
+        kept = {self.folder / file for note in self.finished.values() for file in note["files"]}
         for path in sorted(self.folder.rglob("*"), reverse=True):  # the files of a folder before the folder
             if not path.is_dir():
                 if path not in kept:

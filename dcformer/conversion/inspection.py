@@ -4,8 +4,9 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from ..common.dtypes import dtype_name
@@ -17,10 +18,7 @@ from .plan import Checkpoint, Origin, make_plan
 from .stores import Store, is_remote
 
 
-Format = Literal["torch", "pax", "maxtext"]
-
-
-def detect_format(path: str | os.PathLike) -> Format:
+def detect_format(path: str | os.PathLike) -> Literal["torch", "pax", "maxtext"]:
     """
     The format of a checkpoint: `"torch"` for a folder with `config.json`, the authors' or ours, `"pax"` or `"maxtext"`.
 
@@ -46,29 +44,22 @@ def detect_format(path: str | os.PathLike) -> Format:
     return "pax" if any(PAX_ROOT.rstrip(".") in name for name in names) else "maxtext"
 
 
-def open_source(path: str | os.PathLike, step: int | None = None) -> tuple[Format, Source]:
-    """The format of a checkpoint, and what lies in it; arguments as of [`inspect_checkpoint`]."""
-    name = detect_format(path)
-    if name == "torch":
-        return name, open_torch(path)
-    return name, open_pax(path, step) if name == "pax" else open_maxtext(path, step)
-
-
-def read_model(
-    format: Format,
-    source: Source,
-    *,
+def open_source(
+    path: str | os.PathLike,
+    step: int | None = None,
     train_config: str | os.PathLike | None = None,
     config: str | os.PathLike | None = None,
-) -> Checkpoint:
-    """The model in a source; arguments as of [`inspect_checkpoint`]."""
-    if format == "torch":
-        return read_torch(source)
-    if format == "maxtext":
-        return read_maxtext(source, train_config)
-    if config is None:
-        raise ValueError(f"{source.location!r} is a PAX checkpoint, which needs its configuration: pass --config.")
-    return read_pax(source, config)
+) -> tuple[Source, Callable[[], Checkpoint]]:
+    """What lies in a checkpoint, and a function that reads the model in it; arguments as of [`inspect_checkpoint`]."""
+    name = detect_format(path)
+    if name == "torch":
+        source = open_torch(path)
+        return source, partial(read_torch, source)
+    if name == "maxtext":
+        source = open_maxtext(path, step)
+        return source, partial(read_maxtext, source, train_config)
+    source = open_pax(path, step)
+    return source, partial(read_pax, source, config)
 
 
 @dataclass(frozen=True)
@@ -119,13 +110,14 @@ def inspect_checkpoint(
         FileNotFoundError: if the path, the step or a configuration does not exist.
         ValueError: if the arrays cannot be listed.
     """
-    format, source = open_source(path if is_remote(path) else local_folder(path, revision), step)
+    path = path if is_remote(path) else local_folder(path, revision)
+    source, read_model = open_source(path, step, train_config, config)
     tensors = [array for _, array in sorted(source.arrays.items())]
     state = [name for name in source.training_state if name.split(".")[-1] == "step" or "rng" in name]
     origins: Sequence[Origin] = ()
     note, count = "", sum(math.prod(tensor.shape) for tensor in tensors)
     try:
-        plan = make_plan(read_model(format, source, train_config=train_config, config=config))
+        plan = make_plan(read_model())
     except ValueError as error:
         note = str(error)
     else:

@@ -17,22 +17,25 @@ from .stores import Store
 
 # Beside the steps of a run; `convert_to_maxtext` writes it.
 TRAIN_CONFIG_FILE = "train_config.yml"
+SCAN_AXIS = 1  # along which layers are stacked, unless the YAML says otherwise
 # Windows of the authors' configurations by the number of layers in a block; None is full attention.
 _DEFAULT_WINDOWS = {1: [None], 2: [256, None], 4: [256, None, 256, 256], 8: [256, None, *[256] * 6]}
 # Top-level entries of a training state that are not parameters.
 _STATE = {"opt_state": "optimizer state", "step": "step counter, in the report"}
 _STATE |= dict.fromkeys(("rng", "dropout_rng"), "random state")
-_SIZES = ("emb_dim", "mlp_dim", "num_query_heads", "num_kv_heads", "num_decoder_layers")
-# Keys of a training YAML that are read besides those that `_check_against_tree` compares with the arrays, and others of
-# MaxText and its forks that look like them.
+# Keys of a training YAML that are read besides those that `_check_yaml` compares with the arrays, and others of MaxText
+# and its forks that look like them.
 _READ = {"window_size", "normalization_layer_epsilon", "max_target_length", "param_scan_axis", "global_parameter_scale"}
 _READ |= {"pre_compose", "post_compose", "static_proj", "query_wise", "key_wise", "normalize_embedding_logits"}
 _ALIKE = {"base_moe_mlp_dim", "eval_max_target_length", "global_num_kv_heads", "mlp_activations_limit"}
 _ALIKE |= {"mtp_use_compose", "use_qk_norm", "v_head_dim"}
 _IN_LAYER = re.compile(r"decoder\.layers(?:_(\d+))?\.(.+)")
+_STAGES = ("pre", "post")
 _DYNAMIC = ("dyn_w_proj.dw1.kernel", "dyn_w_proj.qkw", "dyn_w_proj.dd.kernel")
 _KNOWN, _JAX = "the checkpoint's arrays", "the authors' JAX code"
 _DEFAULT = "default of the authors' configs; pass --train-config to be sure"
+# Further keys, with all that can be converted.
+_ONLY = {"num_experts": 1, "use_untrainable_positional_embedding": False, "trainable_position_size": -1}
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class _Tree:
     @property
     def static(self) -> dict[str, bool]:
         """True for each stage that has a static matrix."""
-        return {stage: self.has(f"{stage}_proj.w") for stage in ("pre", "post")}
+        return {stage: self.has(f"{stage}_proj.w") for stage in _STAGES}
 
 
 def open_maxtext(source: str | os.PathLike, step: int | None = None) -> Source:
@@ -76,10 +79,11 @@ def read_maxtext(source: Source, train_config: str | os.PathLike | None = None) 
         train = read_yaml(path)
     elif source.run and (content := Store(source.run).read(TRAIN_CONFIG_FILE)) is not None:
         train = read_yaml(path := f"{source.run}/{TRAIN_CONFIG_FILE}", content)
-    tree = _read_tree(source, train.get("param_scan_axis", 1))
-    _check_against_tree(tree, train, path)
+    tree = _read_tree(source, train.get("param_scan_axis", SCAN_AXIS))
+    by_arrays = _infer_config(tree, {"window_size": [None] * tree.layers_per_block}, path)
+    _check_yaml(tree, _config_of(by_arrays), train, path)
     origins = _infer_config(tree, train, os.path.basename(path))
-    config = DCFormerConfig(**{origin.field: origin.value for origin in origins})
+    config = _config_of(origins)
     known = replace(
         source,
         format=source.format.replace("orbax", "MaxText"),
@@ -150,11 +154,15 @@ def _measure(entries: Mapping[str, _Entry], stack_axis: int | None) -> dict[str,
     return sizes
 
 
+def _config_of(origins: list[Origin]) -> DCFormerConfig:
+    return DCFormerConfig(**{origin.field: origin.value for origin in origins})
+
+
 def _infer_config(tree: _Tree, train: Mapping[str, Any], file: str) -> list[Origin]:
     """The configuration with the semantics of the JAX run, by the arrays, the values of the training YAML, defaults."""
     sizes, n = tree.sizes, tree.layers_per_block
 
-    def known(values: Mapping[str, Any]) -> list[Origin]:
+    def known(**values: Any) -> list[Origin]:
         return [Origin(name, value, _KNOWN) for name, value in values.items()]
 
     def choose(name: str, key: str, default: Any, read: Callable[[Any], Any] = lambda value: value) -> Origin:
@@ -168,23 +176,20 @@ def _infer_config(tree: _Tree, train: Mapping[str, Any], file: str) -> list[Orig
     window = next((window for window in windows.value if window is not None), None)
     eps = choose("norm_eps", "normalization_layer_epsilon", 1e-5, float)  # YAML takes 1e-5 for text
     is_low_rank, is_static = tree.has("dyn_w_proj.qkw"), any(tree.static.values())
-    ranks = {"compose_rank": sizes["two_ranks"] // 2, "compose_groups": sizes["group"]} if is_low_rank else {}
-    stages = known({f"compose_{stage}": is_there for stage, is_there in tree.static.items()})
+    stages = known(**{f"compose_{stage}": is_there for stage, is_there in tree.static.items()})
     if not is_static:
-        stages = [choose(f"compose_{stage}", f"{stage}_compose", True) for stage in tree.static]
+        stages = [choose(f"compose_{stage}", f"{stage}_compose", True) for stage in _STAGES]
     return [
         *known(
-            {
-                "vocab_size": sizes["vocab"],
-                "hidden_size": sizes["embed"],
-                "intermediate_size": sizes["mlp"],
-                "num_hidden_layers": tree.num_layers,
-                "num_attention_heads": sizes["head"],
-                "num_key_value_heads": sizes.get("kv_head", sizes["head"]),
-                "head_dim": sizes["channel"],
-                "qk_norm": tree.has("q_norm.scale"),
-                "tie_word_embeddings": not tree.has("logits_dense.kernel"),
-            }
+            vocab_size=sizes["vocab"],
+            hidden_size=sizes["embed"],
+            intermediate_size=sizes["mlp"],
+            num_hidden_layers=tree.num_layers,
+            num_attention_heads=sizes["head"],
+            num_key_value_heads=sizes.get("kv_head", sizes["head"]),
+            head_dim=sizes["channel"],
+            qk_norm=tree.has("q_norm.scale"),
+            tie_word_embeddings=not tree.has("logits_dense.kernel"),
         ),
         replace(windows, value=window),
         replace(windows, field="layer_types", value=layer_types * (tree.num_layers // n)),
@@ -192,8 +197,8 @@ def _infer_config(tree: _Tree, train: Mapping[str, Any], file: str) -> list[Orig
         Origin("qk_norm_eps", eps.value, "as norm_eps: the JAX code has one epsilon for both"),
         Origin("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0}, _JAX),
         choose("max_position_embeddings", "max_target_length", 2048, _longest_input),
-        *known(ranks | {"compose_low_rank": is_low_rank, "compose_gate": tree.has("dyn_w_proj.dd.kernel")}),
-        *known({"compose_static": is_static}),
+        *(known(compose_rank=sizes["two_ranks"] // 2, compose_groups=sizes["group"]) if is_low_rank else ()),
+        *known(compose_low_rank=is_low_rank, compose_gate=tree.has("dyn_w_proj.dd.kernel"), compose_static=is_static),
         *stages,
         Origin("compose_activation", "gelu_pytorch_tanh", _JAX),
     ]
@@ -215,42 +220,53 @@ def _check_windows(windows: Any, n: int) -> None:
         )
 
 
-def _check_against_tree(tree: _Tree, train: Mapping[str, Any], path: str) -> None:
-    """Raise ValueError unless the YAML is that of this run, by its sizes and layout, and has no misspelt key."""
-    sizes, is_scanned = tree.sizes, tree.stack_axis is not None
-    facts: dict[str, Any] = {
-        "vocab_size": sizes["vocab"],
-        "head_dim": sizes["channel"],
-        "num_layers_per_block": tree.layers_per_block,
-        "qk_norm": tree.has("q_norm.scale"),
-        "scan_layers": is_scanned,
-        "logits_via_embedding": not tree.has("logits_dense.kernel"),
-        "fused_qkv": tree.has("qkv_proj.kernel"),
-        "fused_mlp": tree.has(".wi.kernel"),
-        # All that can be converted.
+def run_settings(
+    config: DCFormerConfig, layers_per_block: int, *, scan_layers: bool, fused_qkv: bool, fused_mlp: bool
+) -> dict[str, Any]:
+    """The training YAML of a run whose arrays are laid out so."""
+    length, composes, types = config.max_position_embeddings, config.composes_heads, config.layer_types or []
+    return {
         "decoder_block": "dcformer",
         "mlp_activations": ["silu", "linear"],
-        "num_experts": 1,
-        "use_untrainable_positional_embedding": False,
-        "trainable_position_size": -1,
-        "emb_dim": sizes["embed"],
-        "mlp_dim": sizes["mlp"],
-        "num_query_heads": sizes["head"],
-        "num_kv_heads": sizes.get("kv_head", sizes["head"]),
+        "logits_via_embedding": config.tie_word_embeddings,
+        "base_emb_dim": config.hidden_size,
+        "base_num_query_heads": config.num_attention_heads,
+        "base_num_kv_heads": config.num_key_value_heads,
+        "base_mlp_dim": config.intermediate_size,
+        **{key: getattr(config, key) for key in ("head_dim", "vocab_size", "qk_norm")},
+        "normalization_layer_epsilon": config.norm_eps,
         # Without a scan, MaxText counts blocks here.
-        "num_decoder_layers": tree.num_layers // (1 if is_scanned else tree.layers_per_block),
+        "base_num_decoder_layers": config.num_hidden_layers // (1 if scan_layers else layers_per_block),
+        "num_layers_per_block": layers_per_block,
+        "param_scan_axis": SCAN_AXIS,
+        "window_size": [config.sliding_window if "sliding" in kind else None for kind in types[:layers_per_block]],
+        "static_proj": composes and config.compose_static,
+        **{f"{stage}_compose": composes and getattr(config, f"compose_{stage}") for stage in _STAGES},
+        # The authors count the last token, which is only a target.
+        "max_target_length": length + 1 if length > 2 and length & (length - 1) == 0 else length,
+        "scan_layers": scan_layers,
+        "fused_qkv": fused_qkv,
+        "fused_mlp": fused_mlp,
     }
-    based = {f"base_{name}": facts[name] for name in _SIZES}
-    refuse_misspelt(train, _READ | facts.keys() | based.keys(), _ALIKE, path)
-    for key, fact in (facts | (based if train.get("global_parameter_scale", 1) == 1 else {})).items():
+
+
+def _check_yaml(tree: _Tree, config: DCFormerConfig, train: Mapping[str, Any], path: str) -> None:
+    """Raise ValueError unless the YAML is that of this run, by its sizes and layout, and has no misspelt key."""
+    fused = {"fused_qkv": tree.has("qkv_proj.kernel"), "fused_mlp": tree.has(".wi.kernel")}
+    settings = run_settings(config, tree.layers_per_block, scan_layers=tree.stack_axis is not None, **fused)
+    facts = {key: fact for key, fact in settings.items() if key not in _READ} | _ONLY
+    facts |= {key.removeprefix("base_"): fact for key, fact in facts.items()}
+    refuse_misspelt(train, _READ | facts.keys(), _ALIKE, path)
+    is_scaled = train.get("global_parameter_scale", 1) != 1
+    for key, fact in facts.items():
         value = train.get(key)
-        if value is not None and value != fact:
+        if value is not None and value != fact and not (is_scaled and key.startswith("base_")):
             raise ValueError(
                 f"{key} is {value!r} in {path!r}, but must be {fact!r} for this checkpoint; give the YAML of this run "
                 "(--train-config)."
             )
     _check_composition(tree, train)
-    if facts["logits_via_embedding"] and train.get("normalize_embedding_logits", True):
+    if config.tie_word_embeddings and train.get("normalize_embedding_logits", True):
         raise ValueError(
             "The run shares embedding and output matrix and divides its logits by sqrt(emb_dim) "
             "(normalize_embedding_logits, true by default), which no Transformers model does."
@@ -286,8 +302,7 @@ def _lay_out(tree: _Tree, config: DCFormerConfig, source: Source) -> Layout:
         if source.training.get(key) is False:
             ignored[f"{key}: false in the training YAML"] = "the authors' JAX code does not read this key"
     parts: list[tuple[str, Part]] = []
-    order = {row: position for position, row in enumerate(MAXTEXT_ROWS)}
-    entries = sorted(tree.entries.items(), key=lambda item: (order[item[1].rows[0]], item[1].sub, item[0]))
+    entries = sorted(tree.entries.items(), key=lambda item: (MAXTEXT_ROWS.index(item[1].rows[0]), item[1].sub, item[0]))
     unused = [name for name, _ in entries if not config.composes_heads and ".AttentionOp_0." in name]
     why = f"pre_compose and post_compose are off; kept in {UNUSED_FILE} for conversion back to MaxText"
     for name, entry in entries:

@@ -30,9 +30,12 @@ def open_pax(source: str | os.PathLike, step: int | None = None) -> Source:
     return Source(form, str(source), weights, file_stamps(files), training_state=state)
 
 
-def read_pax(source: Source, config: str | os.PathLike) -> Checkpoint:
+def read_pax(source: Source, config: str | os.PathLike | None) -> Checkpoint:
     """The model of a PAX checkpoint, by a `config.json` in the authors' keys or ours."""
-    ours, where = read_config(Path(config)), source.location
+    where = source.location
+    if config is None:
+        raise ValueError(f"{where!r} is a PAX checkpoint, which needs its configuration: pass --config.")
+    ours = read_config(Path(config))
     for name in source.arrays:
         if not name.removeprefix("state.").startswith(PAX_ROOT):
             raise ValueError(f"{where!r} holds {name!r}, neither below {PAX_ROOT!r} nor optimizer state.")

@@ -28,14 +28,13 @@ from .beside import find_files, remembered_source, save_files
 from .conversion_report import write_report
 from .destination import Destination
 from .mapping import MAXTEXT_ROWS, Row, array_shape, axis_sizes, parts_of
-from .maxtext import TRAIN_CONFIG_FILE
-from .plan import DTYPES, UNUSED_FILE, Part, Plan, joint_region, make_plan
+from .maxtext import SCAN_AXIS, TRAIN_CONFIG_FILE, run_settings
+from .plan import DTYPES, UNUSED_FILE, Part, Plan, make_plan
 from .stores import import_tensorstore
 from .verify import Progress, refuse_changed
 from .writer import not_finite_error
 
 
-_SCAN_AXIS = 1
 # The authors' JAX code computes this, without a setting for anything else.
 _FIXED: dict[str, Any] = {"model_type": "dcformer", "norm_type": "rms_norm", "mlp_type": "gated", "hidden_act": "silu"}
 _FIXED |= {"mlp_gate_dim": None, "position_embedding_type": "rope"}
@@ -44,7 +43,6 @@ _FIXED_ROPE = {"rope_type": "default", "rope_theta": 10000, "partial_rotary_fact
 _FIXED_COMPOSITION: dict[str, Any] = {"compose_rank": 2, "compose_groups": 1, "compose_layers": None}
 _FIXED_COMPOSITION |= dict.fromkeys(("compose_query", "compose_key", "compose_low_rank", "compose_gate"), True)
 _NEARLY_FIXED_COMPOSITION = {"compose_activation": "gelu_pytorch_tanh", "compose_norm_eps": 1e-6}
-_ARCHITECTURE = {"decoder_block": "dcformer", "mlp_activations": ["silu", "linear"], "logits_via_embedding": False}
 
 
 @dataclass
@@ -62,14 +60,15 @@ class MaxTextReport:
 @dataclass(frozen=True)
 class _Target:
     """
-    An array to write: for each layer that it stacks, the parameters that it is made from, each with its part of the
-    array. `sources` are those parameters that the source has, or [`UNUSED_FILE`]; without any, the array is zeros.
+    An array to write: the parameters that it is made from, each with its part of the array. `sources` are those
+    parameters that the source has, or [`UNUSED_FILE`]; without any, the array is zeros.
     """
 
     name: str
     shape: tuple[int, ...]
+    chunk: tuple[int, ...]  #: a layer of a stack
     dtype: torch.dtype
-    layers: list[tuple[tuple[str, Part], ...]]
+    parts: list[tuple[str, Part]]
     sources: list[str]
 
     @property
@@ -148,7 +147,7 @@ def convert_to_maxtext(
     targets = list(_targets(plan, unused, _rows(config, fused_qkv, fused_mlp), per_block, scan_layers, param_dtype))
     records = [array.record for array in targets]
     layout = {"scan_layers": scan_layers, "fused_qkv": fused_qkv, "fused_mlp": fused_mlp}
-    train_config = _train_config(config, per_block, scan_layers) | layout
+    train_config = run_settings(config, per_block, **layout)
     fingerprint = plan.fingerprint | {"step": step, "arrays": records, "train_config": train_config, "verify": verify}
     total = sum(array.nbytes for array in targets)
     with target.open(fingerprint) as partial:
@@ -222,52 +221,47 @@ def _targets(
     as_in_jax = copy(plan.config)
     as_in_jax.compose_rank, as_in_jax.compose_groups = 2, 1
     sizes, blocks = axis_sizes(as_in_jax), plan.config.num_hidden_layers // n
-    axis = _SCAN_AXIS if scan_layers else None
     by_array = {array: list(group) for array, group in itertools.groupby(rows, lambda row: row.array)}
-
-    def target(name: str, rows: list[Row], numbers: list[int]) -> _Target:
-        layers = list(zip(*(parts_of(row, name, sizes, numbers, axis) for row in rows)))
-        parameters = dict.fromkeys(parameter for layer in layers for parameter, _ in layer)
-        sources = [parameter for parameter in parameters if parameter in plan.parameters]
-        shape = array_shape(rows[0], sizes, axis, blocks)
+    places = [(f"params.{array}", group, []) for array, group in by_array.items() if not group[0].per_layer]
+    stacks = {"layers": range(blocks)} if scan_layers else {f"layers_{block}": [block] for block in range(blocks)}
+    for stack, sub in itertools.product(stacks, range(n)):
+        name, layers = f"params.decoder.{stack}.{{}}", [block * n + sub for block in stacks[stack]]
+        in_layer = ((array, group) for array, group in by_array.items() if group[0].per_layer)
+        places += [(name.format(array.format(sub=sub)), group, layers) for array, group in in_layer]
+    axis = SCAN_AXIS if scan_layers else None
+    for name, group, layers in places:
+        parts = [pair for row in group for pair in parts_of(row, name, sizes, layers, axis)]
+        sources = [parameter for parameter in dict.fromkeys(pair[0] for pair in parts) if parameter in plan.parameters]
+        shape = array_shape(group[0], sizes, axis, blocks)
         # The authors' code creates qkw in bfloat16 and kernels in float32.
         dtype = torch.bfloat16 if name.endswith("qkw") else torch.float32
         if sources:
             dtype = reduce(torch.promote_types, [plan.parameters[parameter].dtype for parameter in sources])
         elif name in unused and unused[name].shape == shape:
             dtype, sources = unused[name].dtype, [UNUSED_FILE]
-        return _Target(name, shape, DTYPES.get(param_dtype, dtype), layers, sources)
-
-    for array, group in by_array.items():
-        if not group[0].per_layer:
-            yield target(f"params.{array}", group, [])
-    stacks = {"layers": range(blocks)} if scan_layers else {f"layers_{block}": [block] for block in range(blocks)}
-    for stack, sub in itertools.product(stacks, range(n)):
-        numbers = [block * n + sub for block in stacks[stack]]
-        for array, group in by_array.items():
-            if group[0].per_layer:
-                yield target(f"params.decoder.{stack}.{array.replace('{sub}', str(sub))}", group, numbers)
+        chunk = array_shape(group[0], sizes, axis, 1)
+        yield _Target(name, shape, chunk, DTYPES.get(param_dtype, dtype), parts, sources)
 
 
 def _write_array(
     folder: Path, array: _Target, plan: Plan, unused: Mapping[str, SourceArray], only_finite: bool
 ) -> None:
-    """Write an array layer by layer, zeros where the source has nothing."""
-    regions = [joint_region(part for _, part in layer) for layer in array.layers]
-    stored = _create_array(folder, array.shape, tuple(stop - start for start, stop in regions[0]), array.dtype)
-    for layer, region in zip(array.layers, regions):
-        values = torch.zeros([stop - start for start, stop in region], dtype=array.dtype)
+    """Write an array part by part, zeros where the source has nothing."""
+    stored = _create_array(folder, array.shape, array.chunk, array.dtype)
+    for name, part in array.parts:
         if array.sources == [UNUSED_FILE]:
-            values.copy_(unused[array.name].read(region))
-        for name, part in layer:
-            if name in array.sources:
-                values[part.within(region)] = part.from_parameter(plan.read_one(name))
+            values = unused[array.name].read(part.region)
+        elif array.sources:
+            values = part.from_parameter(plan.read_one(name))
+        else:
+            values = torch.zeros([stop - start for start, stop in part.region])
+        values = values.to(array.dtype)
         if only_finite and not values.isfinite().all():  # a cast may have made infinity
             raise not_finite_error(array.name, values)
         if values.dtype == torch.bfloat16:  # which NumPy does not know
             values = values.view(torch.int16)
         content = values.numpy().view(stored.dtype.numpy_dtype)
-        stored[tuple(slice(*interval) for interval in region)].write(content).result()
+        stored[tuple(slice(*interval) for interval in part.region)].write(content).result()
 
 
 def _create_array(folder: Path, shape: tuple[int, ...], chunk: tuple[int, ...], dtype: torch.dtype) -> Any:
@@ -303,25 +297,3 @@ def orbax_tree(names: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
             node = node.setdefault(key, {})
         node.setdefault(last, f"PLACEHOLDER://{name}")
     return {"tree_metadata": entries, "use_zarr3": False, "store_array_data_equal_to_fill_value": True}, tree
-
-
-def _train_config(config: DCFormerConfig, n: int, scan_layers: bool) -> dict[str, Any]:
-    length, composes, types = config.max_position_embeddings, config.composes_heads, config.layer_types or []
-    return {
-        **_ARCHITECTURE,
-        "base_emb_dim": config.hidden_size,
-        "base_num_query_heads": config.num_attention_heads,
-        "base_num_kv_heads": config.num_key_value_heads,
-        "base_mlp_dim": config.intermediate_size,
-        **{key: getattr(config, key) for key in ("head_dim", "vocab_size", "qk_norm")},
-        "normalization_layer_epsilon": config.norm_eps,
-        # Without a scan, MaxText counts blocks here.
-        "base_num_decoder_layers": config.num_hidden_layers // (1 if scan_layers else n),
-        "num_layers_per_block": n,
-        "param_scan_axis": _SCAN_AXIS,
-        "window_size": [config.sliding_window if "sliding" in kind else None for kind in types[:n]],
-        "static_proj": composes and config.compose_static,
-        **{f"{stage}_compose": composes and getattr(config, f"compose_{stage}") for stage in ("pre", "post")},
-        # The authors count the last token, which is only a target.
-        "max_target_length": length + 1 if length > 2 and length & (length - 1) == 0 else length,
-    }

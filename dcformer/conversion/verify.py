@@ -16,7 +16,7 @@ from ..configuration_dcformer import DCFormerConfig
 from .arrays import open_npz, open_weights
 from .authors_torch import local_folder, read_config
 from .conversion_report import REPORT_FILE, read_report
-from .inspection import open_source, read_model
+from .inspection import open_source
 from .plan import Plan, UnfitWeightsError, make_plan, meta_model
 from .stores import is_remote, refuse_no_folder
 
@@ -249,8 +249,8 @@ def compare(
     Raises:
         FileNotFoundError, ValueError: if one of them cannot be read.
     """
-    sources = [open_source(path) for path in (a, b)]
-    plans = [make_plan(read_model(*source, train_config=train_config, config=config)) for source in sources]
+    opened = [open_source(path, None, train_config, config) for path in (a, b)]
+    plans = [make_plan(read_model()) for _, read_model in opened]
     result = Comparison(str(a), str(b))
     first, second = (_behaviour(plan.config) for plan in plans)
     keys = sorted({*first, *second})

@@ -130,7 +130,7 @@ def _write_shards(
         else:
             path = target.folder / file
             target.finish(file, [path], _write_shard(plan, path, names, only_finite, advance))
-        records |= {record["parameter"]: record for record in target.finished[file]}
+        records |= {record["parameter"]: record for record in target.finished[file]["records"]}
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (target.folder / _INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -29,32 +29,24 @@ def write_checkpoint(folder, leaves, *, layout="zarr", chunks=None, metadata=Tru
     for name, values in leaves.items():
         values = np.asarray(values)
         chunk = [max(1, size) for size in (chunks(name, values.shape) if chunks else values.shape)]
-        spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{folder}/{name}/"}}
+        kvstore = {"driver": "file", "path": f"{folder}/{name}/"}
         if layout == "ocdbt":
-            spec["kvstore"] = {
-                "driver": "ocdbt",
-                "base": {"driver": "file", "path": f"{folder}/"},
-                "path": f"{name}/",
-                "config": {"max_inline_value_bytes": 0},
-            }
-        if layout == "zarr3":
-            spec["driver"] = "zarr3"
-            spec["metadata"] = {
-                "shape": list(values.shape),
-                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
-                "data_type": values.dtype.name,
-                "fill_value": fill or 0,
-            }
-        else:
-            spec["metadata"] = {
-                "shape": list(values.shape),
-                "chunks": chunk,
-                "dtype": "bfloat16" if values.dtype == BFLOAT16 else values.dtype.newbyteorder("<").str,
-                "compressor": {"id": "zstd", "level": 1},
-                "fill_value": fill,
-            }
-        spec["store_data_equal_to_fill_value"] = fill is None
-        array = tensorstore.open(spec, create=True, delete_existing=True, transaction=transaction).result()
+            base, config = {"driver": "file", "path": f"{folder}/"}, {"max_inline_value_bytes": 0}
+            kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/", "config": config}
+        spec = {"driver": "zarr3" if layout == "zarr3" else "zarr", "kvstore": kvstore}
+        if layout != "zarr3":
+            spec["metadata"] = {"compressor": {"id": "zstd", "level": 1}}
+        options = {} if fill is None else {"fill_value": np.asarray(fill, values.dtype)}
+        array = tensorstore.open(
+            spec | {"store_data_equal_to_fill_value": fill is None},
+            dtype=values.dtype,
+            shape=values.shape,
+            chunk_layout=tensorstore.ChunkLayout(chunk_shape=chunk),
+            create=True,
+            delete_existing=True,
+            transaction=transaction,
+            **options,
+        ).result()
         array.write(values).result()
     if transaction is not None:
         transaction.commit_sync()
@@ -74,30 +66,17 @@ def write_metadata(folder, names, use_zarr3=False, stores_all=True):
     for kind in ("Dict", "None", "List", "Tuple"):  # empty ones, which are no arrays
         keys, value = [{"key": "opt_state", "key_type": 2}, {"key": kind, "key_type": 2}], {"value_type": kind}
         tree[f"('opt_state', '{kind}')"] = {"key_metadata": keys, "value_metadata": value | {"skip_deserialize": False}}
-    values = {"tree_metadata": tree, "use_zarr3": use_zarr3} | (
-        {"store_array_data_equal_to_fill_value": True} if stores_all else {}
-    )
+    values = {"tree_metadata": tree, "use_zarr3": use_zarr3, "store_array_data_equal_to_fill_value": stores_all}
     Path(folder, "_METADATA").write_text(json.dumps(values), encoding="utf-8")
 
 
-def maxtext_leaves(
-    seed=0,
-    *,
-    layers=4,
-    per_block=2,
-    embed=16,
-    heads=4,
-    channels=4,
-    mlp=24,
-    vocab=32,
-    qk_norm=True,
-    static=False,
-    rank=2,
-    groups=1,
-    optimizer=False,
-):
+SIZES = {"layers": 4, "per_block": 2, "embed": 16, "heads": 4, "channels": 4, "mlp": 24, "vocab": 32}
+
+
+def maxtext_leaves(seed=0, *, qk_norm=True, static=False, rank=2, groups=1, optimizer=False, **sizes):
     """Random arrays of a MaxText DCFormer, by full name; `optimizer` adds the step and two moments of each."""
     generator = np.random.default_rng(seed)
+    layers, per_block, embed, heads, channels, mlp, vocab = (SIZES | sizes).values()
     per_group, inner = heads // groups, rank * 2 * (heads // groups)
     shapes = {
         "token_embedder.embedding": (vocab, embed),

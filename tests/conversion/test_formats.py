@@ -41,16 +41,23 @@ OTHER_LAYOUTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The arrays of a run, and the tensors that they are converted to."""
+    leaves = maxtext_leaves(5, groups=2, rank=1, static=True, optimizer=True)
+    _, expected = converted(tmp_path_factory.mktemp("plain"), leaves)
+    for ours, theirs in (("hidden_weight", "dw1.kernel"), ("low_rank_weight", "qkw"), ("gate_weight", "dd.kernel")):
+        array = leaves[f"params.decoder.layers.self_attention_1.AttentionOp_0.dyn_w_proj.{theirs}"].astype(np.float32)
+        np.testing.assert_array_equal(expected[f"model.layers.3.self_attn.compose.{ours}"].float(), array[:, 1])
+    return leaves, expected
+
+
 @pytest.mark.parametrize(
     "layout, name",
     [("zarr", name) for name in OTHER_LAYOUTS] + [("ocdbt", "fused_unstacked"), ("zarr3", "blocks_of_4")],
 )
-def test_the_same_parameters_come_out_of_every_layout(tmp_path, layout, name):
-    leaves = maxtext_leaves(5, groups=2, rank=1, static=True, optimizer=True)
-    _, expected = converted(tmp_path / "plain", leaves)
-    for ours, theirs in (("hidden_weight", "dw1.kernel"), ("low_rank_weight", "qkw"), ("gate_weight", "dd.kernel")):
-        array = leaves[f"params.decoder.layers.self_attention_1.AttentionOp_0.dyn_w_proj.{theirs}"].astype(np.float32)
-        np.testing.assert_array_equal(expected[f"model.layers.3.self_attn.compose.{ours}"].float(), array[:, 1])
+def test_the_same_parameters_come_out_of_every_layout(plain, tmp_path, layout, name):
+    leaves, expected = plain
     laid = relaid(leaves, **OTHER_LAYOUTS[name])
     train = f"param_scan_axis: {OTHER_LAYOUTS[name].get('stack_axis', 1)}"
     report, tensors = converted(tmp_path, laid, train, layout=layout, metadata=name != "single_blocks")
@@ -87,10 +94,9 @@ def test_arrays_of_pax_in_bfloat16_are_kept(tmp_path, form):
     assert_equal({name: values.float() for name, values in kept.items()}, exact)
 
 
-@pytest.mark.parametrize("fill", [None, 0.0, 0.5], ids="fill {}".format)
-@pytest.mark.parametrize("layout", ["zarr", "ocdbt", "zarr3"])
+@pytest.mark.parametrize("layout, fill", [("zarr", None), ("zarr", 0.0), ("zarr", 0.5), ("ocdbt", 0.5), ("zarr3", 0.5)])
 def test_chunks_that_do_not_divide_the_arrays_or_are_not_stored(tmp_path, layout, fill):
-    leaves = maxtext_leaves(7, static=True)
+    leaves = maxtext_leaves(7, layers=2, static=True)
     if fill is not None:  # in whole chunks, the last ones too
         leaves[MLP][:10], leaves[MLP][20:], leaves[NORM][:] = fill, fill, fill
     _, expected = converted(tmp_path / "plain", leaves)
@@ -133,10 +139,8 @@ def test_dtype_and_its_rounding_error(tmp_path, dtype):
 
 def test_defaults_are_marked_in_the_origins(tmp_path):
     write_checkpoint(tmp_path / "src", maxtext_leaves(1, layers=2))
-    (tmp_path / "train.yml").write_text(
-        "window_size: [5, null]\nnormalization_layer_epsilon: 1.0e-6\nmax_target_length: 129\n"
-        "pre_compose: true\npost_compose: true\n"
-    )
+    text = "{window_size: [5, null], normalization_layer_epsilon: 1e-6, max_target_length: 129, pre_compose: true"
+    (tmp_path / "train.yml").write_text(f"{text}, post_compose: true}}")
     without = convert_maxtext(tmp_path / "src", tmp_path / "a", verify=False)
     given = convert_maxtext(tmp_path / "src", tmp_path / "b", train_config=tmp_path / "train.yml", verify=False)
     defaults = {origin.field: origin for origin in without.origins if origin.is_default}

@@ -97,30 +97,32 @@ def test_files_of_the_authors_keep_their_logits_loaded_and_converted_and_are_wri
     assert all(torch.equal(theirs[key].to(value.dtype), value) for key, value in written.items())
 
 
-@pytest.mark.parametrize("name, form", [("C1", "npz"), ("C1", "npy"), ("C1", "zarr"), ("C2", "npz")])
+@pytest.mark.parametrize("name, form", [("C1", "npy"), ("C1", "zarr"), ("C2", "npz")])
 def test_weights_of_pax_keep_their_logits_with_the_window_of_its_torch_code(golden, name, form, tmp_path):
     folder, config = golden / "C_pax", tmp_path / "config.json"
     source, arrays = folder / f"{name}_pax_weights.npz", np.load(folder / f"{name}_io.npz")
     values = json.loads((folder / f"{name}_info.json").read_text())["config"]
     options = {"config": config, "reference_logits": folder / f"{name}_io.npz"}
     config.write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=rf"window of {values['window_size'] + 1}"):
-        convert_pax(source, tmp_path / "narrow", **options)
-    assert not (tmp_path / "narrow").exists()
+    if form == "npz":
+        with pytest.raises(ValueError, match=rf"window of {values['window_size'] + 1}"):
+            convert_pax(source, tmp_path / "narrow", **options)
+        assert not (tmp_path / "narrow").exists()
     config.write_text(json.dumps(values | {"window_size": values["window_size"] + 1}))
-    if form == "npy":
-        weights, source = np.load(source), tmp_path / "arrays"
+    if form != "npz":
+        weights, source = dict(np.load(source)), tmp_path / "source"
         source.mkdir()
-        for key in weights:
-            np.save(source / f"{key}.npy", weights[key])
+    if form == "npy":
+        for key, array in weights.items():
+            np.save(source / f"{key}.npy", array)
     elif form == "zarr":
-        weights, source = np.load(source), tmp_path / "checkpoints"
-        write_checkpoint(source / "checkpoint_00000040" / "state", dict(weights), metadata=False)
+        write_checkpoint(source / "checkpoint_00000040" / "state", weights, metadata=False)
     report = convert_pax(source, tmp_path / "out", **options)
     load_golden(tmp_path / "out", arrays, caches=[])
     assert report.source["step"] == (40 if form == "zarr" else None)
     assert sum(reason == "padding of the vocabulary" for reason in report.ignored.values()) == 2
     assert "max abs" in report.verification["reference logits"]
-    with pytest.raises(ValueError, match="1e-09"):
-        convert_pax(source, tmp_path / "strict", tolerance=1e-9, **options)
-    assert not (tmp_path / "strict").exists()
+    if form == "npz":
+        with pytest.raises(ValueError, match="1e-09"):
+            convert_pax(source, tmp_path / "strict", tolerance=1e-9, **options)
+        assert not (tmp_path / "strict").exists()
