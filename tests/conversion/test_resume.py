@@ -21,13 +21,13 @@ from dcformer.common.files import LockHeldError, file_lock
 from dcformer.conversion import REPORT_FILE, Destination, convert_maxtext, convert_to_maxtext, convert_torch, to_maxtext
 
 
-SHARDS = {"max_shard_size": "100KB", "verify": False}
+SHARDS = {"max_shard_size": "50KB", "verify": False}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    leaves = maxtext_leaves(0, layers=8, embed=32, heads=4, channels=8, mlp=64, vocab=64)
+    leaves = maxtext_leaves(0, embed=32, channels=8, mlp=64, vocab=64)
     write_checkpoint(folder / "checkpoints" / "7" / "state", leaves)
     return folder
 
@@ -235,9 +235,9 @@ def test_the_source_is_not_replaced(model, tmp_path):
 def test_killed_at_each_step_the_same_command_completes_and_another_is_refused(tmp_path, force):
     for layers in (1, 2):
         tiny_model(num_hidden_layers=layers, layer_types=None).save_pretrained(tmp_path / str(layers))
-    source, out, options = tmp_path / "2", tmp_path / "out", {"verify": False, "force": force}
+    source, out, options = tmp_path / "1", tmp_path / "out", {"verify": False, "force": force}
     convert_torch(source, out, **options)
-    convert_torch(tmp_path / "1", tmp_path / "old", verify=False)
+    convert_torch(tmp_path / "2", tmp_path / "old", verify=False)
     whole, old, states = contents(out), contents(tmp_path / "old"), set()
     for step in itertools.count(1):
         shutil.rmtree(out)
@@ -252,7 +252,7 @@ def test_killed_at_each_step_the_same_command_completes_and_another_is_refused(t
         states.add((is_renamed, is_replacing))
         if is_renamed:
             with pytest.raises(FileExistsError):
-                convert_torch(tmp_path / "1", out, verify=False)
+                convert_torch(tmp_path / "2", out, verify=False)
             assert contents(out) == whole
         report = convert_torch(source, out, **options)
         assert (report.was_complete, contents(out)) == (is_renamed, whole) and not partial_of(out).exists()

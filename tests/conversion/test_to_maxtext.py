@@ -76,19 +76,18 @@ def save(folder: Path, variant: str = "dcformer", **overrides) -> tuple[Path, to
 
 
 @pytest.mark.parametrize("scan_layers", [True, False], ids=["scan", "no_scan"])
-@pytest.mark.parametrize("fused", [{}, {"fused_qkv": True}, {"fused_mlp": True}], ids=["split", "qkv", "mlp"])
-def test_layouts_read_back_identically_from_any_folder(tmp_path, scan_layers, fused):
-    windows = {"layer_types": ["full_attention", "sliding_attention", "full_attention"] * 3, "sliding_window": 7}
-    folder, model = save(tmp_path / "ours", "all_branches", num_hidden_layers=9, **windows)
+@pytest.mark.parametrize("fused", [{}, {"fused_qkv": True, "fused_mlp": True}], ids=["split", "fused"])
+def test_layouts_read_back_identically(tmp_path, scan_layers, fused):
+    windows = {"layer_types": ["full_attention", "sliding_attention", "full_attention"] * 2, "sliding_window": 7}
+    folder, model = save(tmp_path / "ours", "all_branches", num_hidden_layers=6, **windows)
     convert_to_maxtext(folder, tmp_path / "run", step=7, scan_layers=scan_layers, **fused)
-    plan, *others = (plan_maxtext(tmp_path / "run" / below) for below in ("", "7", "7/state"))
-    assert all(other.config.to_dict() == plan.config.to_dict() for other in others)
+    plan = plan_maxtext(tmp_path / "run")
     assert plan.source.step == 7
     assert_identical(plan, model.state_dict())
     there = {key: value for key, value in plan.config.to_dict().items() if key not in NOT_IN_YAML}
     assert there == {key: value for key, value in model.config.to_dict().items() if key not in NOT_IN_YAML}
     names = {name.split(".")[2] for name in read_params(tmp_path / "run") if ".layers" in name}
-    assert names == ({"layers"} if scan_layers else {"layers_0", "layers_1", "layers_2"})
+    assert names == ({"layers"} if scan_layers else {"layers_0", "layers_1"})
 
 
 def test_a_given_training_yaml_wins_over_that_beside_the_step_and_either_must_fit(tmp_path):

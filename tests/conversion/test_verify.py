@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from damage import cut, flip_bit
+from damage import contents, cut, flip_bit
 from orbax_writer import maxtext_leaves, write_checkpoint
 from pax_arrays import PAX_CONFIG, PAX_STATE, pax_arrays
 from safetensors.torch import load_file, save_file
@@ -103,40 +103,40 @@ def test_changed_files_of_a_run_are_reported_and_refused(work):
     convert_maxtext(work / "back", work / "out")
 
 
-@pytest.mark.parametrize("step", ["../../x", "/tmp/x", "7", -1, 7.0, True, 2**31, [7]], ids=repr)
-def test_a_step_of_a_report_that_is_no_number_is_refused(work, step):
-    path = work / "model" / "conversion_report.json"
+def test_a_step_of_a_report_that_is_no_number_is_refused(work):
+    path = work / "model" / REPORT_FILE
     report = json.loads(path.read_text())
-    path.write_text(json.dumps({**report, "source": {**report["source"], "step": step}}))
     before = sorted(work.rglob("*"))
-    with pytest.raises(ValueError, match=f"step must be a whole number .* got {re.escape(repr(step))}"):
-        convert_to_maxtext(work / "model", work / "out")
+    for step in ("../../x", "/tmp/x", "7", -1, 7.0, True, 2**31, [7]):
+        path.write_text(json.dumps({**report, "source": {**report["source"], "step": step}}))
+        with pytest.raises(ValueError, match=f"step must be a whole number .* got {re.escape(repr(step))}"):
+            convert_to_maxtext(work / "model", work / "out")
     assert sorted(work.rglob("*")) == before
     assert convert_to_maxtext(work / "model", work / "out", step=7).step == 7
 
 
 DIGEST = {"size": 1, "sha256": "0" * 64}
-REPORTS = {
-    "older": ({"config.json": "0" * 64}, "for every file its size and sha256"),
-    "size is text": ({"config.json": {**DIGEST, "size": "1"}}, "for every file its size and sha256"),
-    "a list": (["config.json"], "for every file its size and sha256"),
-    "outside": ({"../config.json": DIGEST}, "must stay inside its folder, got '../config.json'"),
-    "absolute": ({"/etc/passwd": DIGEST}, "must stay inside its folder, got '/etc/passwd'"),
-}
+REPORTS = [
+    ({"config.json": "0" * 64}, "for every file its size and sha256"),  # an older one
+    ({"config.json": {**DIGEST, "size": "1"}}, "for every file its size and sha256"),
+    (["config.json"], "for every file its size and sha256"),
+    ({"../config.json": DIGEST}, "must stay inside its folder, got '../config.json'"),
+    ({"/etc/passwd": DIGEST}, "must stay inside its folder, got '/etc/passwd'"),
+]
 
 
-@pytest.mark.parametrize("case", REPORTS)
-def test_a_report_with_other_entries_is_refused(work, case):
-    files, words = REPORTS[case]
-    path = work / "model" / "conversion_report.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "files": files}))
-    for use in (
-        lambda: verify_hashes(work / "model"),
-        lambda: convert_torch(work / "model", work / "out"),
-        lambda: convert_torch(work / "maxtext", work / "model", force=True),
-    ):
-        with pytest.raises(ValueError, match=re.escape(words)):
-            use()
+def test_a_report_with_other_entries_is_refused(work):
+    path = work / "model" / REPORT_FILE
+    report = json.loads(path.read_text())
+    for files, words in REPORTS:
+        path.write_text(json.dumps(report | {"files": files}))
+        for use in (
+            lambda: verify_hashes(work / "model"),
+            lambda: convert_torch(work / "model", work / "out"),
+            lambda: convert_torch(work / "maxtext", work / "model", force=True),
+        ):
+            with pytest.raises(ValueError, match=re.escape(words)):
+                use()
 
 
 def test_a_folder_without_a_report_is_not_checked(work):
@@ -145,7 +145,7 @@ def test_a_folder_without_a_report_is_not_checked(work):
             verify_hashes(work / path)
     with pytest.raises(ValueError, match="local folders, got 'gs://bucket'"):
         verify_hashes("gs://bucket")
-    (work / "model" / "conversion_report.json").unlink()
+    (work / "model" / REPORT_FILE).unlink()
     flip_bit(last_shard(work / "model"))
     convert_torch(work / "model", work / "out", verify=False)
 
@@ -216,14 +216,13 @@ def test_formats_are_detected_and_inspected(originals, path):
 
 
 def test_a_report_gives_size_and_sha256_of_every_other_file_and_all_have_the_usual_mode(originals):
-    files = json.loads((originals / "model" / "conversion_report.json").read_text())["files"]
-    others = {path.name: path.read_bytes() for path in (originals / "model").iterdir() if path.name != REPORT_FILE}
+    content = contents(originals / "model")
+    files = json.loads(content.pop(REPORT_FILE))["files"]
     assert files == {
-        name: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()} for name, content in others.items()
+        name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in content.items()
     }
     os.umask(mask := os.umask(0))
-    modes = {path.name: path.stat().st_mode & 0o777 for path in (originals / "model").iterdir()}
-    assert modes == dict.fromkeys(modes, 0o666 & ~mask)
+    assert {path.stat().st_mode & 0o777 for path in (originals / "model").iterdir()} == {0o666 & ~mask}
 
 
 def test_pax_is_listed_without_its_configuration_and_converted_without_its_training_state(originals, tmp_path):
@@ -231,9 +230,8 @@ def test_pax_is_listed_without_its_configuration_and_converted_without_its_train
     report = convert_pax(originals / "pax.npz", tmp_path / "model", config=config, verify=False)
     assert set(PAX_STATE) <= report.ignored.keys()
     inspection = inspect_checkpoint(originals / "pax.npz")
-    assert (
-        "--config" in inspection.note and len(inspection.tensors) == len(pax_arrays()) and not inspection.architecture
-    )
+    assert "--config" in inspection.note and not inspection.architecture
+    assert len(inspection.tensors) == len(pax_arrays())
     with pytest.raises(FileNotFoundError, match="nowhere"):
         detect_format(tmp_path / "nowhere")
 
