@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..configuration_dcformer import DCFormerConfig
-from .arrays import Source, SourceArray
-from .mapping import MAXTEXT_ROWS, Row, array_shape, axis_sizes, check_shape, find_rows, part_offset, parts_of
+from .arrays import Source
+from .mapping import MAXTEXT_ROWS, Entry, axis_sizes, find_entries, lay_out, part_offset
 from .orbax import open_orbax
-from .plan import UNUSED_FILE, Checkpoint, Layout, Origin, Part, group_parts, listed
+from .plan import UNUSED_FILE, Checkpoint, Layout, Origin, Part, group_parts
 from .settings import read_yaml, refuse_misspelt
 from .stores import Store
 
@@ -29,7 +29,6 @@ _READ = {"window_size", "normalization_layer_epsilon", "max_target_length", "par
 _READ |= {"pre_compose", "post_compose", "static_proj", "query_wise", "key_wise", "normalize_embedding_logits"}
 _ALIKE = {"base_moe_mlp_dim", "eval_max_target_length", "global_num_kv_heads", "mlp_activations_limit"}
 _ALIKE |= {"mtp_use_compose", "use_qk_norm", "v_head_dim"}
-_IN_LAYER = re.compile(r"decoder\.layers(?:_(\d+))?\.(.+)")
 _STAGES = ("pre", "post")
 _DYNAMIC = ("dyn_w_proj.dw1.kernel", "dyn_w_proj.qkw", "dyn_w_proj.dd.kernel")
 _KNOWN, _JAX = "the checkpoint's arrays", "the authors' JAX code"
@@ -39,20 +38,10 @@ _ONLY = {"num_experts": 1, "use_untrainable_positional_embedding": False, "train
 
 
 @dataclass(frozen=True)
-class _Entry:
-    """One array and the rows of the table that are for it; `block` is None if it stacks the layers."""
-
-    array: SourceArray
-    rows: list[Row]
-    sub: int
-    block: int | None
-
-
-@dataclass(frozen=True)
 class _Tree:
     """The arrays of the parameters by full name, the length of every axis, and how the layers are stored."""
 
-    entries: dict[str, _Entry]
+    entries: dict[str, Entry]
     sizes: dict[str, int]
     num_layers: int
     layers_per_block: int
@@ -84,64 +73,30 @@ def read_maxtext(source: Source, train_config: str | os.PathLike | None = None) 
     _check_yaml(tree, _config_of(by_arrays), train, path)
     origins = _infer_config(tree, train, os.path.basename(path))
     config = _config_of(origins)
-    known = replace(
-        source,
-        format=source.format.replace("orbax", "MaxText"),
-        training=train,
-        facts={**source.facts, "layers_per_block": tree.layers_per_block},
-    )
+    facts = {**source.facts, "layers_per_block": tree.layers_per_block}
+    known = replace(source, format=source.format.replace("orbax", "MaxText"), training=train, facts=facts)
     return Checkpoint(known, config, origins, _lay_out(tree, config, known))
-
-
-def _find_root(source: Source) -> str:
-    """The prefix of all parameters, which is that of the embedding."""
-    suffix, where = MAXTEXT_ROWS[0].array, source.location
-    roots = [name.removesuffix(suffix) for name in source.arrays if name.endswith(suffix)]
-    if len(roots) != 1:
-        names = sorted([*source.arrays, *source.training_state])
-        raise ValueError(
-            f"{where} is not a MaxText DCFormer checkpoint: it has {len(roots)} arrays named {suffix} outside the "
-            f"optimizer; it holds {listed(names) or 'nothing'}."
-        )
-    for name in source.arrays:
-        if not name.startswith(roots[0]):
-            raise ValueError(f"{where} holds {name!r}, neither below {roots[0]!r} nor optimizer state.")
-    return roots[0]
 
 
 def _read_tree(source: Source, scan_axis: int) -> _Tree:
     """Sort the arrays into the table and measure the model."""
-    root, where = _find_root(source), source.location
-    entries, unknown = {}, []
-    for name, array in source.arrays.items():
-        below, block = name.removeprefix(root), None
-        if in_layer := _IN_LAYER.fullmatch(below):
-            block, below = None if in_layer[1] is None else int(in_layer[1]), in_layer[2]
-        rows, sub = find_rows(MAXTEXT_ROWS, below)
-        if rows and rows[0].per_layer == bool(in_layer):
-            entries[name] = _Entry(array, rows, sub, block)
-        else:
-            unknown.append(name)
-    if unknown:
-        raise ValueError(f"{where} holds arrays that a DCFormer does not have: {listed(sorted(unknown))}.")
+    entries, where = find_entries(MAXTEXT_ROWS, source, "MaxText"), source.location
     in_layers = [entry for entry in entries.values() if entry.rows[0].per_layer]
     numbered = [entry.block for entry in in_layers if entry.block is not None]
     if not in_layers or 0 < len(numbered) < len(in_layers):
         raise ValueError(f"{where} must hold either decoder.layers or decoder.layers_0, ..., not both or none.")
     per_block = 1 + max(entry.sub for entry in in_layers)
     axis = None if numbered else scan_axis
-    sizes = _measure(entries, axis)
+    sizes = _measure({name: entries[name] for name in source.arrays}, axis)
     blocks = 1 + max(numbered) if numbered else sizes["block"]
     return _Tree(entries, sizes, blocks * per_block, per_block, axis)
 
 
-def _measure(entries: Mapping[str, _Entry], stack_axis: int | None) -> dict[str, int]:
+def _measure(entries: Mapping[str, Entry], stack_axis: int | None) -> dict[str, int]:
     """Read the length of every axis off the shapes; whether all agree is checked when the configuration is known."""
     sizes: dict[str, int] = {}
     for name, entry in entries.items():
-        axes, shape = entry.rows[0].axes.split(), entry.array.shape
-        if entry.rows[0].per_layer and stack_axis is not None:
-            axes.insert(stack_axis, "block")
+        axes, shape = entry.rows[0].stored_axes(stack_axis), entry.shape
         if len(axes) != len(shape):
             raise ValueError(f"{name} has shape {shape} instead of {len(axes)} axes ({', '.join(axes)}).")
         for axis, size in zip(axes, shape):
@@ -295,23 +250,16 @@ def _check_composition(tree: _Tree, train: Mapping[str, Any]) -> None:
 
 def _lay_out(tree: _Tree, config: DCFormerConfig, source: Source) -> Layout:
     """Every part, parameter kind by parameter kind, so that parameters of one array are written together."""
-    sizes, n = axis_sizes(config), tree.layers_per_block
+    sizes = axis_sizes(config)
     ignored = {f"item {item}/": "another item of the step" for item in source.other_items}
     ignored |= {name: _STATE[name.split(".")[0]] for name in source.training_state}
     for key in ("query_wise", "key_wise"):
         if source.training.get(key) is False:
             ignored[f"{key}: false in the training YAML"] = "the authors' JAX code does not read this key"
-    parts: list[tuple[str, Part]] = []
-    entries = sorted(tree.entries.items(), key=lambda item: (MAXTEXT_ROWS.index(item[1].rows[0]), item[1].sub, item[0]))
-    unused = [name for name, _ in entries if not config.composes_heads and ".AttentionOp_0." in name]
+    unused = [name for name in tree.entries if not config.composes_heads and ".AttentionOp_0." in name]
     why = f"pre_compose and post_compose are off; kept in {UNUSED_FILE} for conversion back to MaxText"
-    for name, entry in entries:
-        if name not in unused:
-            expected = array_shape(entry.rows[0], sizes, tree.stack_axis, tree.num_layers // n)
-            check_shape(name, entry.array.shape, entry.rows[0], expected, source.location)
-            layers = range(entry.sub, tree.num_layers, n) if entry.block is None else [entry.block * n + entry.sub]
-            for row in entry.rows:
-                parts += parts_of(row, name, sizes, layers, tree.stack_axis)
+    used = {name: entry for name, entry in tree.entries.items() if name not in unused}
+    parts = lay_out(used, sizes, tree.num_layers, tree.layers_per_block, tree.stack_axis, source.location)
     parts += [(name, Part.all_of(source.arrays[name])) for name in unused]
     return Layout(group_parts(parts), ignored | dict.fromkeys(unused, why), _zeros(config, sizes), unused)
 

@@ -2,13 +2,14 @@
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from .arrays import Source, file_stamps, open_npy_folder, open_npz
 from .authors_torch import origins_of, read_config
-from .mapping import PAX_ROWS, array_shape, axis_sizes, check_shape, find_rows, parts_of
+from .mapping import PAX_ROWS, axis_sizes, find_entries, lay_out
 from .orbax import open_orbax
-from .plan import Checkpoint, Layout, Part, group_parts, listed
+from .plan import Checkpoint, Layout, group_parts
 from .stores import is_remote
 
 
@@ -36,28 +37,18 @@ def read_pax(source: Source, config: str | os.PathLike | None) -> Checkpoint:
     if config is None:
         raise ValueError(f"{where!r} is a PAX checkpoint, which needs its configuration: pass --config.")
     ours = read_config(Path(config))
-    for name in source.arrays:
-        if not name.removeprefix("state.").startswith(PAX_ROOT):
-            raise ValueError(f"{where!r} holds {name!r}, neither below {PAX_ROOT!r} nor optimizer state.")
-    matches = {name: find_rows(PAX_ROWS, name.split(PAX_ROOT, 1)[1]) for name in source.arrays}
-    if unknown := sorted(name for name, (rows, _) in matches.items() if not rows):
-        raise ValueError(f"{where} holds arrays that a DCFormer does not have: {listed(unknown)}.")
-    per_block = 1 + max((sub for _, sub in matches.values()), default=0)
+    entries = find_entries(PAX_ROWS, source, "PAX")
+    per_block = 1 + max((entry.sub for entry in entries.values()), default=0)
     sizes, layers = axis_sizes(ours), ours.num_hidden_layers
     if layers % per_block != 0:
         raise ValueError(f"num_hidden_layers is {layers}, which blocks of {per_block} layers in {where} do not divide.")
-    parts: list[tuple[str, Part]] = []
     ignored = dict.fromkeys(sorted(source.training_state), "optimizer state")
-    for index, sub, name in sorted((PAX_ROWS.index(row), sub, name) for name, ((row,), sub) in matches.items()):
-        row, shape = PAX_ROWS[index], source.arrays[name].shape
-        expected = array_shape(row, sizes, 0, layers // per_block)
-        axes = row.axes.split()
-        if "vocab" in axes and len(shape) == len(expected):
-            axis = axes.index("vocab")
-            if shape[axis] > expected[axis]:  # padded to a multiple that shards well
-                rows = f"{name}, {expected[axis]} to {shape[axis] - 1} of axis {axis}"
-                ignored[rows] = "padding of the vocabulary"
-                shape = (*shape[:axis], expected[axis], *shape[axis + 1 :])
-        check_shape(name, shape, row, expected, where)
-        parts += parts_of(row, name, sizes, range(sub, layers, per_block), 0)
+    for name, entry in entries.items():
+        axes, shape = entry.rows[0].axes.split(), entry.shape
+        if "vocab" in axes and len(shape) == len(axes):
+            axis, size = axes.index("vocab"), sizes["vocab"]
+            if shape[axis] > size:  # padded to a multiple that shards well
+                ignored[f"{name}, {size} to {shape[axis] - 1} of axis {axis}"] = "padding of the vocabulary"
+                entries[name] = replace(entry, shape=(*shape[:axis], size, *shape[axis + 1 :]))
+    parts = lay_out(entries, sizes, layers, per_block, 0, where)
     return Checkpoint(source, ours, origins_of(ours, Path(config).name), Layout(group_parts(parts), ignored))

@@ -225,9 +225,11 @@ def _targets(
     places = [(f"params.{array}", group, []) for array, group in by_array.items() if not group[0].per_layer]
     stacks = {"layers": range(blocks)} if scan_layers else {f"layers_{block}": [block] for block in range(blocks)}
     for stack, sub in itertools.product(stacks, range(n)):
-        name, layers = f"params.decoder.{stack}.{{}}", [block * n + sub for block in stacks[stack]]
-        in_layer = ((array, group) for array, group in by_array.items() if group[0].per_layer)
-        places += [(name.format(array.format(sub=sub)), group, layers) for array, group in in_layer]
+        layers = [block * n + sub for block in stacks[stack]]
+        for array, group in by_array.items():
+            if group[0].per_layer:
+                name = array.format(sub=sub).replace("decoder.layers", f"decoder.{stack}")
+                places.append((f"params.{name}", group, layers))
     axis = SCAN_AXIS if scan_layers else None
     for name, group, layers in places:
         parts = [pair for row in group for pair in parts_of(row, name, sizes, layers, axis)]
