@@ -222,7 +222,9 @@ def _targets(
     as_in_jax.compose_rank, as_in_jax.compose_groups = 2, 1
     sizes, blocks = axis_sizes(as_in_jax), plan.config.num_hidden_layers // n
     by_array = {array: list(group) for array, group in itertools.groupby(rows, lambda row: row.array)}
-    places = [(f"params.{array}", group, []) for array, group in by_array.items() if not group[0].per_layer]
+    places: list[tuple[str, list[Row], list[int]]] = [
+        (f"params.{array}", group, []) for array, group in by_array.items() if not group[0].per_layer
+    ]
     stacks = {"layers": range(blocks)} if scan_layers else {f"layers_{block}": [block] for block in range(blocks)}
     for stack, sub in itertools.product(stacks, range(n)):
         layers = [block * n + sub for block in stacks[stack]]
