@@ -38,7 +38,7 @@ def read_pax(source: Source, config: str | os.PathLike | None) -> Checkpoint:
         raise ValueError(f"{where!r} is a PAX checkpoint, which needs its configuration: pass --config.")
     ours = read_config(Path(config))
     entries = find_entries(PAX_ROWS, source, "PAX")
-    per_block = 1 + max((entry.sub for entry in entries.values()), default=0)
+    per_block = 1 + max(entry.sub for entry in entries.values())
     sizes, layers = axis_sizes(ours), ours.num_hidden_layers
     if layers % per_block != 0:
         raise ValueError(f"num_hidden_layers is {layers}, which blocks of {per_block} layers in {where} do not divide.")
