@@ -50,7 +50,7 @@ def open_source(
     train_config: str | os.PathLike | None = None,
     config: str | os.PathLike | None = None,
 ) -> tuple[Source, Callable[[], Checkpoint]]:
-    """What lies in a checkpoint, and a function that reads the model in it; arguments as of [`inspect_checkpoint`]."""
+    """Return what lies in a checkpoint, and a function that reads its model; arguments as of [`inspect_checkpoint`]."""
     name = detect_format(path)
     if name == "torch":
         source = open_torch(path)

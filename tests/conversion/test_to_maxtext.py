@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from golden_runs import convert_jax
 from orbax_writer import maxtext_leaves, write_checkpoint
 from tiny_models import tiny_model
@@ -75,12 +76,23 @@ def save(folder: Path, variant: str = "dcformer", **overrides) -> tuple[Path, to
     return folder, model
 
 
+# The training YAML of the run below, but for how the arrays are laid out.
+SETTINGS = {"decoder_block": "dcformer", "mlp_activations": ["silu", "linear"], "logits_via_embedding": False}
+SETTINGS |= {"base_emb_dim": 32, "base_num_query_heads": 4, "base_num_kv_heads": 4, "base_mlp_dim": 48, "head_dim": 8}
+SETTINGS |= {"vocab_size": 67, "qk_norm": True, "normalization_layer_epsilon": 1e-5, "num_layers_per_block": 3}
+SETTINGS |= {"param_scan_axis": 1, "window_size": [None, 7, None], "max_target_length": 65}
+SETTINGS |= dict.fromkeys(("static_proj", "pre_compose", "post_compose"), True)
+
+
 @pytest.mark.parametrize("scan_layers", [True, False], ids=["scan", "no_scan"])
 @pytest.mark.parametrize("fused", [{}, {"fused_qkv": True, "fused_mlp": True}], ids=["split", "fused"])
 def test_layouts_read_back_identically(tmp_path, scan_layers, fused):
     windows = {"layer_types": ["full_attention", "sliding_attention", "full_attention"] * 2, "sliding_window": 7}
     folder, model = save(tmp_path / "ours", "all_branches", num_hidden_layers=6, **windows)
     convert_to_maxtext(folder, tmp_path / "run", step=7, scan_layers=scan_layers, **fused)
+    layout = {"base_num_decoder_layers": 6 if scan_layers else 2, "scan_layers": scan_layers}
+    layout |= {"fused_qkv": bool(fused), "fused_mlp": bool(fused)}
+    assert yaml.safe_load((tmp_path / "run" / TRAIN_CONFIG_FILE).read_text()) == SETTINGS | layout
     plan = plan_maxtext(tmp_path / "run")
     assert plan.source.step == 7
     assert_identical(plan, model.state_dict())
