@@ -7,17 +7,6 @@ from .references import BLIND_CHOICE, LONE_NAME, ODD_ONE_OUT, REFERENCES, refere
 from .tokenizer import build_tokenizer
 
 
-__all__ = [
-    "BLIND_CHOICE",
-    "FORMS",
-    "LONE_NAME",
-    "ODD_ONE_OUT",
-    "REFERENCES",
-    "TASK_KINDS",
-    "build_tokenizer",
-    "generate_documents",
-    "held_out_questions",
-    "iterate_documents",
-    "iterate_practice",
-    "reference_answers",
-]
+__all__ = ["BLIND_CHOICE", "FORMS", "LONE_NAME", "ODD_ONE_OUT", "REFERENCES", "TASK_KINDS"]
+__all__ += ["build_tokenizer", "generate_documents", "held_out_questions", "iterate_documents", "iterate_practice"]
+__all__ += ["reference_answers"]

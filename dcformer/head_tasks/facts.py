@@ -1,10 +1,9 @@
 """
 The facts that a line of the head tasks states, and the split that follows from them.
 
-Facts are pairs of a person and a thing, or in lists single things. The set of a line's facts decides whether the line
-belongs to `train`, `validation` or `test`, so all questions about the same facts, in any order and wording, belong to
-one split. `authors_facts.bin` holds the digests of the facts of the authors' 888 texts, which are in no training
-document; `scripts/write_authors_facts.py` writes it.
+The set of a line's facts decides whether it belongs to `train`, `validation` or `test`, so all questions about the same
+facts, in any order and wording, belong to one split. `authors_facts.bin` holds the digests of the facts of the authors'
+888 texts, which are in no training document; `scripts/write_authors_facts.py` writes it.
 """
 
 import hashlib
@@ -24,9 +23,7 @@ _DIGEST_BYTES = 8
 # Lists of days, seasons or years are so few that a split may lack them by chance. With this salt, every split has lists
 # of every unit: about a tenth each in `validation` and `test`, and some in `train` after the authors' are taken out.
 _SALT = b"9315"
-
-# "Washington, D.C" has a stop inside.
-_END_OF_SENTENCE = re.compile(r"(?<!D)\. |(?<=D\.C)\. ")
+_END_OF_SENTENCE = re.compile(r"(?<!D)\. |(?<=D\.C)\. ")  # "Washington, D.C" has a stop inside
 _COMMA = re.compile(r", (?!D\.C)")
 _SENTENCES = tuple(
     re.compile(template.format(person=f"(?P<person>{'|'.join(VOCABULARY['people'])})", thing="(?P<thing>.+)"))
@@ -71,10 +68,8 @@ def facts_digest(facts: Iterable[Fact]) -> bytes:
 
 def split_of(digest: bytes) -> str | None:
     """
-    The only split that may contain the facts of a digest.
-
-    Eight tenths of all sets of facts are for training, one tenth each for validation and test. `None` if the split
-    would be `train` and the facts are those of one of the authors' texts.
+    The only split that may contain the facts of a digest: eight tenths of all sets are for training, one tenth each for
+    validation and test. `None` for facts of the authors' texts that would be trained on.
     """
     split = {0: "validation", 1: "test"}.get(int.from_bytes(digest, "big") % 10, "train")
     return None if split == "train" and digest in authors_facts() else split

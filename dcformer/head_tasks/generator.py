@@ -2,9 +2,8 @@
 Documents of head tasks, generated from a seed.
 
 A document is a few examples of one kind, so that the earlier ones are shots for the later ones, as in the authors' 888
-texts. The set of the facts of a line decides its split (facts.py): three facts of one split are in no other, in any
-order, wording or question. A document repeats a set of facts only if its kind has fewer sets than the document has
-lines: lists of dates, the fewest, have 27 in `test`.
+texts. It repeats a set of facts only if its kind has fewer sets than the document has lines: lists of dates, which have
+the fewest, have 27 in `test`.
 """
 
 import random
@@ -34,8 +33,7 @@ def iterate_documents(
         seed: Another seed gives other documents.
         split: `"train"`, `"validation"` or `"test"`.
         lines: Least and most examples in a document, all of one kind and with one verb.
-        kinds: Names such as `("task0", "task74")`; all kinds by default. They take turns in a random order, so that all
-            are equally frequent.
+        kinds: Names such as `("task0", "task74")`, which take turns in a random order; all kinds by default.
 
     Yields:
         Rows of `text`; `task`, `subject`, `pattern` and `transformation` of its examples; `answers`, the [start, end)
@@ -50,8 +48,7 @@ def iterate_documents(
     rng = random.Random(f"{split} {seed}")
     waiting: list[str] = []
     for _ in range(count):
-        if not waiting:
-            waiting = rng.sample(chosen, len(chosen))
+        waiting = waiting or rng.sample(chosen, len(chosen))
         name = waiting.pop()
         kind = TASK_KINDS[name]
         wording = rng.randrange(60)  # a multiple of 3, 4 and 5, so that each of so many verbs is equally frequent
@@ -71,11 +68,7 @@ def generate_documents(count: int, seed: int | str, *args: Any, **kwargs: Any) -
 
 def held_out_questions(documents: int = 1000, seed: int = 1234) -> list[dict[str, Any]]:
     """
-    Generate the questions that models are evaluated on: documents of the test split with eight examples.
-
-    Args:
-        documents: Number of documents; every kind is equally frequent.
-        seed: Another seed gives other documents.
+    Generate the questions that models are evaluated on: of so many documents of the test split with eight examples.
 
     Returns:
         A row for every answer, in the order of the documents: `context` (all the text before the answer), `answer`

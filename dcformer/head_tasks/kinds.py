@@ -6,12 +6,10 @@ An example is one line: three facts and a question about them, such as
     < Ruth has a violin. Carol has a beetle. Ronald has blueberries. >. Ruth has a kind of musical instrument
 
 The answer is the last word or words. For it, attention has to look for one of the three facts (the pattern: here the
-fact of the same person) and to transform its content (here object->superclass).
-
-The authors' 74 kinds have their numbers; `task74` is an example of Table 11 that their texts lack. Patterns are named
-for how the question leads to the fact: `same-person`, and `the-other-person`, which the question does not name;
-`same-class`, `the-other-city` and so on, if it names content and asks for the fact that has it or lacks it;
-`different-object` and so on, if it only asks which one differs.
+fact of the same person) and to transform its content (here object->superclass). Patterns are named for how the question
+leads to the fact: `same-person`, and `the-other-person`, which the question does not name; `same-class`,
+`the-other-city` and so on, if it names content and asks for the fact that has it or lacks it; `different-object` and so
+on, if it only asks which one differs.
 """
 
 import random
@@ -26,7 +24,7 @@ from .vocabulary import VOCABULARY, opposites, singular
 
 @dataclass(frozen=True)
 class Example:
-    """An example of a head task, which is one line of a document."""
+    """An example of a head task: a line of a document."""
 
     question: str  # all before the answer, without the space between them
     answer: str
@@ -49,7 +47,7 @@ Make = Callable[[random.Random, int], Example]
 
 @dataclass(frozen=True)
 class TaskKind:
-    """A kind of head task, from which any number of examples can be made."""
+    """A kind of head task."""
 
     pattern: str  # what attention has to look for
     transformation: str  # what it makes of that: `copy` or `source->target`
@@ -72,8 +70,7 @@ class Content:
 
     def state(self, template: str) -> str:
         """The fact as a sentence, such as "Ruth has a violin." or "The violin is Ruth's."."""
-        noun = singular(self.thing)
-        on = VOCABULARY["ordinals"][self.unit]["preposition"] if self.unit else ""
+        noun, on = singular(self.thing), VOCABULARY["ordinals"][self.unit]["preposition"] if self.unit else ""
         return template.format(
             person=self.person,
             thing=self.thing,
@@ -115,11 +112,7 @@ class Family:
         return Example(f"{_state_all(facts, statement)} {question}", answer, tuple(content.fact for content in facts))
 
     def make_questions(self, rng: random.Random, facts: int = 3) -> list[Example]:
-        """
-        Ask for each of 1 to 3 different facts by its person and by its content, in a random order.
-
-        The line of the first example states the facts, the other lines are questions only.
-        """
+        """Ask for 1 to 3 different facts, each by its person and by its content, after a line that states them."""
         contents = self._sample_facts(rng)[:facts]
         asked = [
             self._ask(by_person, False, content, content, rng.randrange(len(self.verbs)))
@@ -127,10 +120,9 @@ class Family:
         ]
         rng.shuffle(asked)
         rng.shuffle(contents)
+        leads = [f"{_state_all(contents, rng.choice(self.statements))} ", *[""] * len(asked)]
         stated = tuple(content.fact for content in contents)
-        (first, answer), *others = asked
-        first = f"{_state_all(contents, rng.choice(self.statements))} {first}"
-        return [Example(question, answer, stated) for question, answer in ((first, answer), *others)]
+        return [Example(lead + question, answer, stated) for lead, (question, answer) in zip(leads, asked)]
 
     def make_statements(self, rng: random.Random, facts: int) -> dict[Fact, list[str]]:
         """Sample 1 to 6 facts of different persons and targets; return fact -> its two wordings."""
@@ -142,10 +134,8 @@ class Family:
         return {content.fact: [content.state(wording) for wording in self.statements] for content in kept[:facts]}
 
     def _sample_facts(self, rng: random.Random, same_person: bool = False, same_target: bool = False) -> list[Content]:
-        """Sample three facts; the first two may have the same person or the same target."""
-        people = rng.sample(VOCABULARY["people"], 3)
-        if same_person:
-            people[1] = people[0]
+        """Sample three facts, the first two with the same person or the same target if that is asked for."""
+        people = _sample_names(VOCABULARY["people"], rng, same_person)
         return [replace(content, person=person) for content, person in zip(self.sample(rng, same_target), people)]
 
     def _ask(self, by_person: bool, negated: bool, named: Content, asked: Content, wording: int) -> tuple[str, str]:
@@ -164,10 +154,9 @@ def _state_all(facts: list[Content], statement: str) -> str:
 
 def _make_list(sample: Sample, named: str | None, lead: str, copies: bool, rng: random.Random, wording: int) -> Example:
     """
-    Ask about a list of three: "There are a duck, a duck, tea. Which is different? A kind of drink".
-
-    `named` is how the question names those that it does not ask for: by the `"thing"` that is listed twice, by the
-    `"class"` of two things, or not at all. `lead` stands before the answer, which is the thing itself if `copies`.
+    Ask about a list of three: "There are a duck, a duck, tea. Which is different? A kind of drink". `named` is how the
+    question names those that it does not ask for: by the `"thing"` that is listed twice, by the `"class"` of two, or
+    not at all. `lead` stands before the answer, which is the thing itself if `copies`.
     """
     first, second, asked = sample(rng, named == "class")
     listed = [first, second if named == "class" else first, asked]
@@ -179,12 +168,16 @@ def _make_list(sample: Sample, named: str | None, lead: str, copies: bool, rng: 
     return Example(question, answer, tuple(content.fact for content in listed))
 
 
+def _sample_names(names: list[str], rng: random.Random, two_agree: bool) -> list[str]:
+    """Sample three names; the first two are the same if two have to agree."""
+    first, second, third = rng.sample(names, 3)
+    return [first, first if two_agree else second, third]
+
+
 def _members(groups: dict[str, list[str]], rng: random.Random, two_agree: bool) -> list[Content]:
     """Sample things with the group they belong to: a class, a capability or a country."""
     while True:
-        names = rng.sample(sorted(groups), 3)
-        if two_agree:
-            names[1] = names[0]
+        names = _sample_names(sorted(groups), rng, two_agree)
         things = [rng.choice(groups[name]) for name in names]
         # A thing of two groups in question, or the same thing twice, would make two answers right.
         if len(set(things)) == 3 and all(sum(thing in groups[name] for name in set(names)) == 1 for thing in things):
@@ -193,10 +186,8 @@ def _members(groups: dict[str, list[str]], rng: random.Random, two_agree: bool) 
 
 def _copies(groups: dict[str, list[str]], rng: random.Random, two_agree: bool) -> list[Content]:
     """Sample things that questions name as they are."""
-    things = rng.sample(sorted({thing for members in groups.values() for thing in members}), 3)
-    if two_agree:
-        things[1] = things[0]
-    return [Content(thing, singular(thing)) for thing in things]
+    things = sorted({thing for members in groups.values() for thing in members})
+    return [Content(thing, singular(thing)) for thing in _sample_names(things, rng, two_agree)]
 
 
 def _adjectives(rng: random.Random, two_agree: bool) -> list[Content]:
@@ -214,7 +205,7 @@ def _ordinals(step: int, rng: random.Random, two_agree: bool) -> list[Content]:
     """Sample dates or times of one unit, with the next or the one before as target."""
     unit = rng.choice(sorted(VOCABULARY["ordinals"]))
     values = VOCABULARY["ordinals"][unit]["values"]
-    # The last of a row is only a target, since nothing comes after it; nothing comes before the first either.
+    # Nothing comes after the last of a row, which is only a target, nor before the first.
     indices = rng.sample(range(len(values) - 1), 3)
     while indices[2] + step < 0:
         rng.shuffle(indices)
@@ -225,15 +216,15 @@ def _ordinals(step: int, rng: random.Random, two_agree: bool) -> list[Content]:
 
 _HAVE = (("has", "does not have"), ("possesses", "does not possess"), ("owns", "does not own"))
 _WISH = (
-    ("wants to go to", "does not want to go to"),
-    ("wants to visit", "does not want to visit"),
-    ("longs for", "does not long for"),
-    ("yearns for", "does not yearn for"),
+    *(("wants to go to", "does not want to go to"), ("wants to visit", "does not want to visit")),
+    *(("longs for", "does not long for"), ("yearns for", "does not yearn for")),
 )
 _ARRIVE = (("arrived", "did not arrive"), ("appeared", "did not appear"), ("showed up", "did not show up"))
 
 _OWNED = ("{person} has {thing}.", "{the_noun} {be} {person}'s.")
 _LIKED = ("{person} likes {thing}.", "{thing} attracts {person}.")
+_FELT = ("{person} is {thing}.", "{capital_thing} {person}.")
+_DATED = ("{person} arrived {on} {thing}.", "{capital_on} {thing} arrived {person}.")
 _OBJECTS, _TOOLS, _CITIES = (VOCABULARY[name] for name in ("superclasses", "capabilities", "countries"))
 FAMILIES = (
     Family("object->superclass", "class", partial(_members, _OBJECTS), _OWNED, _HAVE, "a kind of {target}"),
@@ -241,22 +232,8 @@ FAMILIES = (
     Family("city->country", "country", partial(_members, _CITIES), _LIKED, _WISH, "the city in {target}"),
     Family("copy", "city", partial(_copies, _CITIES), _LIKED, _WISH, "{target}"),
     Family("object->capability", "capability", partial(_members, _TOOLS), _OWNED, _HAVE, "the thing that can {target}"),
-    Family(
-        "adjective->opposite",
-        "opposite",
-        _adjectives,
-        ("{person} is {thing}.", "{capital_thing} {person}."),
-        (("is", "is not"),),
-        "the opposite of {target}",
-    ),
-    Family(
-        "ordinal->next",
-        "ordinal",
-        partial(_ordinals, 1),
-        ("{person} arrived {on} {thing}.", "{capital_on} {thing} arrived {person}."),
-        _ARRIVE,
-        "the {unit} just before {target}",
-    ),
+    Family("adjective->opposite", "opposite", _adjectives, _FELT, (("is", "is not"),), "the opposite of {target}"),
+    Family("ordinal->next", "ordinal", partial(_ordinals, 1), _DATED, _ARRIVE, "the {unit} just before {target}"),
 )
 
 
@@ -280,10 +257,6 @@ def _list_kinds() -> Iterator[TaskKind]:
     yield TaskKind("the-other-class", "copy", make, "lists")
 
 
-_OF_FAMILIES = [kind for family in FAMILIES for kind in family.kinds()]
-_FIRST_LIST = 56  # in the authors' numbers; the kinds of further families come after the lists
-# Name -> kind: `task0` to `task73` as the authors number them; `task74`; then those that were added.
-TASK_KINDS = {
-    f"task{number}": kind
-    for number, kind in enumerate([*_OF_FAMILIES[:_FIRST_LIST], *_list_kinds(), *_OF_FAMILIES[_FIRST_LIST:]])
-}
+_KINDS = [*(kind for family in FAMILIES for kind in family.kinds()), *_list_kinds()]
+# Name -> kind: `task0` to `task73` as the authors number them, and `task74`, of Table 11, which their texts lack.
+TASK_KINDS = {f"task{number}": kind for number, kind in enumerate(_KINDS)}

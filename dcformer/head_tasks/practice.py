@@ -1,9 +1,8 @@
 """
 Practice documents, from which models learn to read the question sooner than from the tasks alone.
 
-A line of the tasks has one answer in about 24 tokens, and giving it takes several skills at once. Models first learn
-which words are answers at all, and then stay at a blind choice among the three facts for millions of answers. A mixture
-of these documents shortens this:
+A line of the tasks has one answer in about 24 tokens, which takes several skills at once: models stay at a blind choice
+among the three facts for millions of answers. A mixture of these documents shortens this:
 
 - `recurring_words`: a few words repeated in one order, "Ruth Carol Mark Ruth Carol Mark ...". All words after the first
   of four rounds are answers. It teaches to look for what followed the same word.
@@ -52,17 +51,14 @@ def iterate_practice(
     Generate a mixture of documents up to a length.
 
     Args:
-        count: Number of documents.
-        seed: Another seed gives other documents.
+        count, seed, split, lines: As of [`iterate_documents`]; `lines` applies to `examples`.
         mixture: Names of `FORMS` with their shares of the documents, in any unit.
-        split: As for [`generate_documents`].
-        lines: As for [`generate_documents`]; it applies to `examples`.
         longest: Most tokens of a document, with the one that begins it. Lines and words beyond are left out, except the
             first line.
         words: Sample recurring words from the first so many only, which are names; from all by default.
         facts: Number of facts of `questions`, 1 to 3.
 
-    Returns:
+    Yields:
         Rows of `text` and `answers`, the [start, end) of every answer in `text`, with the space before it.
 
     Raises:
@@ -101,8 +97,7 @@ def _recurring_facts(rng: random.Random, split: str, longest: int) -> dict[str, 
     statements = family.make_statements(rng, count)
     while count == 3 and split_of(facts_digest(statements)) != split:  # as for questions
         statements = family.make_statements(rng, count)
-    facts = list(statements.values())
-    text, answers = "", []
+    text, answers, facts = "", [], list(statements.values())
     for index, wordings in enumerate(facts + rng.choices(facts, k=_REPETITIONS * count)):
         sentence = rng.choice(wordings)
         if index >= count and (word := _LAST_WORD.search(sentence)):
@@ -130,8 +125,7 @@ def _single_words() -> list[str]:
 def _cut(text: str, answers: list[list[int]], longest: int) -> dict[str, Any]:
     """Keep the first whole lines, `longest` tokens at most but at least one line."""
     lines = text.splitlines(keepends=True)
-    tokens = accumulate((count_tokens(line) for line in lines), initial=1)
+    tokens = accumulate(map(count_tokens, lines), initial=1)
     fitting = sum(total <= longest for total in tokens) - 1
-    start = 2 if text.startswith("\n") else 1
-    kept = "".join(lines[: max(fitting, start)])
+    kept = "".join(lines[: max(fitting, 2 if text.startswith("\n") else 1)])
     return {"text": kept, "answers": [span for span in answers if span[1] <= len(kept)]}

@@ -1,14 +1,12 @@
 """
-Rules that answer without reading the question: references for every table and plot of the head tasks.
+Rules that answer without reading the question; a model reads questions only if it scores above all three.
 
-- **blind choice**: any of the three facts. It knows what kind of answer is asked for and is right once in three times;
+- **blind choice**: any of the three facts, with the kind of answer that is asked for. It is right once in three times;
   an adjective with two opposites costs a further guess.
 - **lone name**: the fact of the only person who is named once, or in a list the only thing that is listed once; if
   there is none, a blind choice.
 - **odd one out**: the same, but if no name is alone, the fact of the only thing that is named once, or else of the only
   thing that shares no group (class, capability, country) with another. The strongest such rule that we know of.
-
-A model reads questions only if it scores above all three.
 """
 
 import math
@@ -22,26 +20,17 @@ from .vocabulary import VOCABULARY, opposites, singular
 
 
 BLIND_CHOICE, LONE_NAME, ODD_ONE_OUT = "blind_choice", "lone_name", "odd_one_out"
-REFERENCES = {
-    BLIND_CHOICE: "blind choice",
-    LONE_NAME: "question-blind rule",
-    ODD_ONE_OUT: "best question-blind rule",
-}
+REFERENCES = {BLIND_CHOICE: "blind choice", LONE_NAME: "question-blind rule", ODD_ONE_OUT: "best question-blind rule"}
 _GROUPS_OF = {"object->superclass": "superclasses", "object->capability": "capabilities", "city->country": "countries"}
 
 
 def reference_answers(question: Mapping[str, Any]) -> dict[str, float]:
     """
-    The probability that each rule answers a question right; its mean over questions is the accuracy of the rule.
+    The probability that `blind_choice`, `lone_name` and `odd_one_out` answer a question right; its mean over questions
+    is the accuracy of the rule. ValueError if the last line of the context is no example of a head task.
 
     Args:
         question: A row of [`held_out_questions`], or any mapping with `context`, `answer` and `transformation`.
-
-    Returns:
-        `blind_choice`, `lone_name` and `odd_one_out`: the probability of the right answer, 0 to 1.
-
-    Raises:
-        ValueError: if the last line of the context is no example of a head task.
     """
     answer = question["answer"].strip()
     facts, asked = parse_line(question["context"].rpartition("\n")[2] + question["answer"])
@@ -52,8 +41,7 @@ def reference_answers(question: Mapping[str, Any]) -> dict[str, float]:
 
 def _choices(facts: Sequence[Fact]) -> dict[str, list[int]]:
     """Rule -> the indices of the facts that it chooses from; in lists, things count as names."""
-    all_facts = list(range(len(facts)))
-    lone = _alone([{fact[0]} for fact in facts])
+    all_facts, lone = list(range(len(facts))), _alone([{fact[0]} for fact in facts])
     groups = [set().union(*(_targets(kind).get(fact[-1], ()) for kind in _GROUPS_OF)) for fact in facts]
     odd = lone or _alone([{fact[-1]} for fact in facts]) or _alone(groups)
     return {BLIND_CHOICE: all_facts, LONE_NAME: lone or all_facts, ODD_ONE_OUT: odd or all_facts}

@@ -17,13 +17,8 @@ _PIECES = r"\n|o'clock|D\.C|>\.|'s|[.,?<>']|[^\s.,?<>']+"
 
 def build_tokenizer(model_max_length: int = 512) -> PreTrainedTokenizerFast:
     """
-    Build the tokenizer; its ids depend only on the vocabulary and the templates of the tasks.
-
-    `<|endoftext|>` begins every text; words that the tasks do not use become `<|unknown|>`. Decoded documents are equal
-    to the character.
-
-    Args:
-        model_max_length: Longest input, in tokens.
+    Build the tokenizer, for inputs of at most `model_max_length` tokens. `<|endoftext|>` begins every text; words that
+    the tasks do not use become `<|unknown|>`. Decoded documents are equal to the character.
     """
     vocabulary = {token: index for index, token in enumerate([END_OF_TEXT, PADDING, UNKNOWN, *_words()])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
@@ -31,24 +26,12 @@ def build_tokenizer(model_max_length: int = 512) -> PreTrainedTokenizerFast:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{END_OF_TEXT} $A", pair=f"{END_OF_TEXT} $A $B", special_tokens=[(END_OF_TEXT, 0)]
     )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.WordPiece(prefix="##", cleanup=False),  # joins by spaces; no token has the prefix
-            decoders.Fuse(),
-            decoders.Replace(Regex(r" (?=[.,?]|'s)"), ""),
-            decoders.Replace(Regex(" ?\n ?"), "\n"),
-        ]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=PADDING,
-        unk_token=UNKNOWN,
-        model_max_length=model_max_length,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
+    joined = [decoders.WordPiece(prefix="##", cleanup=False), decoders.Fuse()]  # by spaces; no token has the prefix
+    marks = [decoders.Replace(Regex(r" (?=[.,?]|'s)"), ""), decoders.Replace(Regex(" ?\n ?"), "\n")]
+    tokenizer.decoder = decoders.Sequence(joined + marks)
+    special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": PADDING, "unk_token": UNKNOWN}
+    options = {"model_max_length": model_max_length, "padding_side": "left", "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, **options)
 
 
 def count_tokens(text: str) -> int:
