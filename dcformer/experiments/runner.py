@@ -20,22 +20,22 @@ from typing import Any
 
 import torch
 from rich.progress import TaskProgressColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..common.files import file_lock, read_sealed, seal, write_atomically
 from ..common.processes import count_processes
 from ..common.quiet import quiet_libraries
 from ..common.terminal import make_console, progress_bar
 from ..training import Recipe, fingerprint_inputs, first_difference, resolve_precision, train
+from ..training.summary import count_parameters
 from .sweep_recipe import Run, SweepRecipe, plan_sweep
 from .sweep_report import plot_sweep, print_report
 
 
 RESULT, RESULTS, PLOT = "result.json", "results.json", "sweep.png"
-# Keys of a recipe that no result depends on, except by rounding for implementations and compiling.
-MOVES_NO_RESULT = ("name", "output", "sweep", "model.attn_implementation") + tuple(
-    f"training.{key}"
-    for key in ("tokens", "max_steps", "compile", "compile_mode", "save_steps", "keep_checkpoints", "report_to")
+# Beginnings of keys of a recipe that no result depends on, except by rounding for implementations and compiling.
+MOVES_NO_RESULT = (
+    *("name", "output", "sweep", "model.attn_implementation", "training.tokens", "training.max_steps"),
+    *("training.compile", "training.save_steps", "training.keep_checkpoints", "training.report_to"),
 )
 
 OnProgress = Callable[[str, int, int, dict[str, float]], None]
@@ -45,10 +45,8 @@ logger = logging.getLogger(__name__)
 
 def run_sweep(recipe: Recipe, resume: bool = True, on_progress: OnProgress | None = None) -> dict[str, Any]:
     """
-    Train and score every variant with every seed, or resume a sweep that was stopped.
-
-    Finished runs in `recipe.output` are reused and unfinished ones are resumed from their last checkpoint. Without
-    `on_progress`, a bar is shown on stderr and a table printed at the end.
+    Train and score every variant with every seed, or resume a sweep that was stopped. Without `on_progress`, a bar is
+    shown on stderr and a table printed at the end.
 
     Args:
         recipe: A recipe with a `sweep` mapping, see [`SweepRecipe`].
@@ -67,14 +65,11 @@ def run_sweep(recipe: Recipe, resume: bool = True, on_progress: OnProgress | Non
     if count_processes() > 1:
         raise ValueError("The runs of a sweep are trained one after another in one process; run it without torchrun.")
     sweep, runs = plan_sweep(recipe)
-    output = Path(recipe.output)
-    rows: dict[str, dict[str, Any]] = {}
+    output, chosen = Path(recipe.output), sweep.chosen(runs)
     failures: list[dict[str, Any]] = []
     with file_lock(output / ".lock"), contextlib.ExitStack() as stack:
-        for run in runs:
-            if (row := _finished(run, sweep)) is not None:
-                rows[run.name] = row
-        chosen = sweep.chosen(runs)
+        found = ((run.name, _finished(run, sweep)) for run in runs)
+        rows = {name: row for name, row in found if row is not None}
         waiting = [run for run in chosen if not resume or run.name not in rows]
         report = on_progress or stack.enter_context(_progress(len(waiting)))
         results = _write_results(recipe, runs, rows, failures)
@@ -124,16 +119,9 @@ def finish_run(
     run: Run, sweep: SweepRecipe, resume: bool = True, on_progress: OnProgress | None = None
 ) -> dict[str, Any]:
     """
-    Train and score one run from `plan_sweep`, unless it is finished; arguments as of `run_sweep`. There is no bar.
-
-    Several processes may call this for different runs of a sweep; `run_sweep` then reuses their results.
-
-    Returns:
-        The item of `runs` that `run_sweep` returns for it.
-
-    Raises:
-        ValueError: as `run_sweep`.
-        FloatingPointError: if the run diverged.
+    Train and score one run from `plan_sweep`, unless it is finished, without a bar; arguments and errors as of
+    `run_sweep`, and FloatingPointError if the run diverged. Several processes may call this for different runs of a
+    sweep; `run_sweep` then reuses their results, which are the items of its `runs`.
     """
     row = _finished(run, sweep) if resume else None
     return _finish(run, sweep, resume, on_progress or (lambda *_: None)) if row is None else row
@@ -147,34 +135,27 @@ def _finish(run: Run, sweep: SweepRecipe, resume: bool, on_progress: OnProgress)
         (run.folder / RESULT).unlink(missing_ok=True)
     with quiet_libraries(messages=False, datasets=True):
         trained = train(recipe, resume=resume, on_progress=report)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(trained["folder"]))
         scores: dict[str, dict[str, float]] | None = None
         if sweep.tasks:
             from ..eval import evaluate
 
-            records = evaluate(
-                trained["folder"],
-                output=run.folder / "evaluation",
-                tasks=sweep.tasks,
-                limit=sweep.limit,
-                dtype="float32",
-            )
+            options = {"tasks": sweep.tasks, "limit": sweep.limit, "dtype": "float32"}
+            records = evaluate(trained["folder"], output=run.folder / "evaluation", **options)
             scores = {r.task: {name: metric["value"] for name, metric in r.metrics.items()} for r in records}
-    log = [json.loads(line) for line in (run.folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
-    accuracies = [record["eval_accuracy"] for record in log if "eval_accuracy" in record]
+    log = map(json.loads, (run.folder / "log.jsonl").read_text(encoding="utf-8").splitlines())
+    last = {key: value for record in log for key, value in record.items()}
     row = {
         "variant": run.variant,
         "seed": run.seed,
-        "parameters": model.num_parameters(),
+        "parameters": count_parameters(Path(trained["folder"])),
         "training": {
             "steps": trained["steps"],
             "tokens": trained["steps"] * recipe.training.batch_tokens,
-            "flops": log[-1]["flops"],
-            "seconds": log[-1]["seconds"],
+            "flops": last["flops"],
+            "seconds": last["seconds"],
             "train_loss": trained["loss"],
             "evaluation_loss": trained["evaluation_loss"],
-            "evaluation_accuracy": accuracies[-1] if accuracies else None,
+            "evaluation_accuracy": last.get("eval_accuracy"),
             "precision": resolve_precision(recipe.training.precision),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         },
@@ -190,8 +171,9 @@ def _write_results(
 ) -> dict[str, Any]:
     values = recipe.to_mapping()
     del values["output"]
-    variants = list(dict.fromkeys(run.variant for run in runs))
-    done = [rows[run.name] for variant in variants for run in runs if run.variant == variant and run.name in rows]
+    variants = [*values["sweep"]["variants"]]
+    by_variant = sorted(runs, key=lambda run: variants.index(run.variant))
+    done = [rows[run.name] for run in by_variant if run.name in rows]
     results = {"recipe": values, "runs": done, "failures": failures}
     write_atomically(Path(recipe.output) / RESULTS, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     return results

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..common.optional import import_optional
 from ..eval import holm
@@ -28,13 +27,13 @@ class SeedComparison:
     corrected_p: float  #: by Holm's method, for all comparisons made at once
 
 
-def seed_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean of one value per training seed, and half the width of its 95 % interval (Student's t; `nan` for one)."""
+def seed_interval(values: Sequence[float], significance: float = SIGNIFICANCE) -> tuple[float, float]:
+    """Mean of one value per seed, and half the width of its interval, of 95 % by default (Student's t; NaN for one)."""
     mean = math.fsum(values) / len(values)
     if len(values) == 1:
         return mean, math.nan
-    stats = _stats()
-    return mean, float(stats.t.ppf(1 - SIGNIFICANCE / 2, len(values) - 1) * stats.sem(values))
+    stats = import_optional("scipy.stats", "An interval over seeds", "eval")
+    return mean, float(stats.t.ppf(1 - significance / 2, len(values) - 1) * stats.sem(values))
 
 
 def compare_seeds(
@@ -50,25 +49,19 @@ def compare_seeds(
     Raises:
         ValueError: if a pair has fewer than two seeds in common.
     """
-    names = list(values)
+    names, rows, stats = list(values), [], import_optional("scipy.stats", "A test over seeds", "eval")
     chosen = [(name, names[0]) for name in names[1:]] if pairs is None else list(pairs)
-    stats, rows = _stats(), []
     for first, second in chosen:
         both = values[first].keys() & values[second].keys()
         differences = [values[first][seed] - values[second][seed] for seed in both]
         if len(differences) < 2:
             raise ValueError(f"{first!r} and {second!r} must have two seeds in common, got {len(differences)}.")
         mean, half_width = seed_interval(differences)
-        freedom, error = len(differences) - 1, float(stats.sem(differences))
-        simultaneous = float(stats.t.ppf(1 - SIGNIFICANCE / 2 / len(chosen), freedom)) * error
+        _, simultaneous = seed_interval(differences, SIGNIFICANCE / len(chosen))
         if math.isclose(min(differences), max(differences), rel_tol=1e-9):
             # Shares of right answers are rounded, so equal differences may be chance; the signs can still be tested.
-            p = 2.0**-freedom if mean else 1.0
+            p = 2.0 ** (1 - len(differences)) if mean else 1.0
         else:
-            p = float(2 * stats.t.sf(abs(mean) / error, freedom))
+            p = float(stats.ttest_1samp(differences, 0).pvalue)
         rows.append((first, second, len(differences), mean, half_width, simultaneous, p))
     return [SeedComparison(*row, corrected_p) for row, corrected_p in zip(rows, holm([row[-1] for row in rows]))]
-
-
-def _stats() -> Any:
-    return import_optional("scipy.stats", "An interval over seeds", "eval")

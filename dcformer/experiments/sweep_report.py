@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
 def summarise(results: Mapping[str, Any]) -> pandas.DataFrame:
     """
-    Average the metrics of a sweep over the seeds.
-
-    Args:
-        results: Content of `results.json`.
+    Average the metrics of a sweep, the content of `results.json`, over the seeds.
 
     Returns:
         A row per variant that has a run, in the order of the recipe: `seeds`, `parameters`, and for every metric its
@@ -63,11 +60,8 @@ def print_report(results: Mapping[str, Any], console: Console) -> None:
     """Print a row per variant, with published perplexities and ranks if there are any, differences, and failures."""
     table, metrics = summarise(results), _metrics(_runs_frame(results))
     published = results["recipe"]["sweep"].get("published") or {}
-    columns: dict[str, Iterable[str]] = {
-        "variant": table.index,
-        "seeds": table["seeds"].map(str),
-        "parameters": table["parameters"].map("{:,}".format),
-    }
+    columns: dict[str, Iterable[str]] = {"variant": table.index, "seeds": table["seeds"].map(str)}
+    columns |= {"parameters": table["parameters"].map("{:,}".format)}
     columns |= {metric: map(_with_interval, table[metric], table[f"{metric} ±"]) for metric in metrics}
     if "evaluation_loss" in table:
         columns["perplexity"] = [f"{math.exp(loss):.3f}" for loss in table["evaluation_loss"]]
@@ -85,10 +79,8 @@ def print_report(results: Mapping[str, Any], console: Console) -> None:
     for metric in metrics:
         differences = compare_variants(results, metric)
         for name, row in differences.sort_values("difference", ascending=_is_better_when_lower(metric)).iterrows():
-            difference = _with_interval(row["difference"], row["±"], "+")
-            console.print(
-                f"{metric}: {name} - {table.index[0]} = {difference} (p {row['p']:.2g}, Holm)", soft_wrap=True
-            )
+            difference = f"{name} - {table.index[0]} = {_with_interval(row['difference'], row['±'], '+')}"
+            console.print(f"{metric}: {difference} (p {row['p']:.2g}, Holm)", soft_wrap=True)
     for failure in results["failures"]:
         console.print(f"FAILED {failure['variant']}, seed {failure['seed']}: {failure['error']}", soft_wrap=True)
 
@@ -96,10 +88,7 @@ def print_report(results: Mapping[str, Any], console: Console) -> None:
 def plot_sweep(results: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """
     Plot a panel per metric and a line per variant: the mean with its 95 % interval, and the seeds as hollow markers.
-
-    Raises:
-        ValueError: unless the path ends in `.png`, `.svg` or `.pdf`.
-        ImportError: without matplotlib.
+    ValueError unless the path ends in `.png`, `.svg` or `.pdf`.
     """
     frame, table = _runs_frame(results), summarise(results)
     metrics, names = _metrics(frame), list(table.index)
@@ -110,9 +99,7 @@ def plot_sweep(results: Mapping[str, Any], path: str | os.PathLike[str]) -> None
             draw_rows(axis, names)
             rows = frame["variant"].map(names.index)
             axis.plot(frame[metric], rows, "o", color="0.45", markerfacecolor="none", markersize=4)
-            axis.errorbar(
-                table[metric], range(len(names)), xerr=table[f"{metric} ±"], fmt="D", color="black", label="mean"
-            )
+            axis.errorbar(table[metric], range(len(names)), xerr=table[f"{metric} ±"], fmt="D", color="black")
             axis.axvline(table[metric].iloc[0], color="black", linewidth=0.8, zorder=1)
             axis.set_xlabel(metric)
         figure.suptitle(f"{results['recipe']['name']}: mean and 95 % interval over seeds")

@@ -16,9 +16,7 @@ from .recipe import Recipe
 
 
 def plot_losses(records: Sequence[Mapping[str, Any]], path: str | os.PathLike) -> None:
-    """
-    Plot the training loss (line) and the evaluation loss (markers) over the steps, and the learning rate below them.
-    """
+    """Plot the training loss (line) and the evaluation loss (markers) over the steps, and the learning rate below."""
     losses, evaluations, rates = (
         [(record["step"], record[key]) for record in records if key in record]
         for key in ("loss", "eval_loss", "learning_rate")
@@ -31,20 +29,22 @@ def plot_losses(records: Sequence[Mapping[str, Any]], path: str | os.PathLike) -
         top.set_ylabel("loss (nats per token)")
         top.legend(frameon=False)
         bottom.plot(*zip(*rates), "-", color="black", linewidth=1.2)
-        bottom.set_ylabel("learning rate")
-        bottom.set_xlabel("step")
+        bottom.set(ylabel="learning rate", xlabel="step")
         bottom.set_ylim(bottom=0)
         for axis in (top, bottom):
             draw_grid(axis)
+
+
+def count_parameters(folder: Path) -> int:
+    """The number of parameters of a saved model, whose weights are not read."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).num_parameters()
 
 
 def write_training_card(folder: Path, recipe: Recipe, records: Sequence[Mapping[str, Any]]) -> None:
     """Write the README.md of a trained model, unless there is one that a user has written or edited."""
     if users_card(folder) is not None:
         return
-    config = AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        parameters = AutoModelForCausalLM.from_config(config).num_parameters()
     training, source, pretrained = recipe.training, recipe.data.source, recipe.model.get("pretrained") or ""
     rows = [
         ("started from", Path(pretrained).name if pretrained else "random weights"),
@@ -53,15 +53,11 @@ def write_training_card(folder: Path, recipe: Recipe, records: Sequence[Mapping[
         ("optimiser", f"{training.optimizer}, highest learning rate of AdamW {training.learning_rate:g}"),
         ("seed", recipe.seed),
     ]
+    last = {key: value for record in records for key, value in record.items()}
     for key, title in (("loss", "last training loss"), ("eval_loss", "last evaluation loss")):
-        values = [record[key] for record in records if key in record]
-        rows += [(f"{title}, nats per token", f"{value:.4f}") for value in values[-1:]]
-    text = write_card(
-        recipe.name,
-        config,
-        parameters=parameters,
-        dtype="float32",
-        **known_origin(find_folder(pretrained), recipe.name),
-        sections=[("Training", table(("", ""), rows))],
+        rows += [(f"{title}, nats per token", f"{last[key]:.4f}")] if key in last else []
+    about: dict[str, Any] = {"parameters": count_parameters(folder), "sections": [("Training", table(("", ""), rows))]}
+    about |= known_origin(find_folder(pretrained), recipe.name)
+    write_atomically(
+        folder / CARD_FILE, write_card(recipe.name, AutoConfig.from_pretrained(folder), dtype="float32", **about)
     )
-    write_atomically(folder / CARD_FILE, text)
