@@ -1,10 +1,10 @@
 """
 The rows of a recipe: its documents, tokenised and packed into rows of one length; and a tokenizer of these documents.
 
-A row holds documents, or parts of them, one after another. Position ids restart at 0 with every document, by which
-Transformers and our masks let a token see its document only. The label of a document's first token is -100, so that
-nothing is predicted across documents either. Padding comes last; its positions restart too, and its labels are -100.
-There is no attention mask: beside one, Transformers would not separate documents by their position ids.
+A row holds documents, or parts of them. Position ids restart at 0 with every document, by which Transformers and our
+masks let a token see its document only. The label of a document's first token is -100, so that nothing is predicted
+across documents either. Padding comes last; its positions restart too, and its labels are -100. There is no attention
+mask: beside one, Transformers would not separate documents by their position ids.
 """
 
 from __future__ import annotations
@@ -56,10 +56,8 @@ def build_datasets(
     recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase, seed: int = 0
 ) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset | None]:
     """Build the rows for training and, if the recipe has an evaluation, for it."""
-    train = _build_rows(recipe, tokenizer, seed, shuffle=recipe.stages is None)
-    if recipe.evaluation is None:
-        return train, None
-    return train, _build_rows(recipe.evaluation, tokenizer, EVALUATION_SEED, shuffle=False)
+    train, evaluation = _build_rows(recipe, tokenizer, seed, shuffle=recipe.stages is None), recipe.evaluation
+    return train, evaluation and _build_rows(evaluation, tokenizer, EVALUATION_SEED, shuffle=False)
 
 
 @_naming_the_cause()
@@ -69,10 +67,8 @@ def train_tokenizer(recipe: TokenizerRecipe, data: DataRecipe) -> PreTrainedToke
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)  # to those of words, which answers cover
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=recipe.train, special_tokens=[end], initial_alphabet=alphabet, show_progress=False
-    )
+    options: dict[str, Any] = {"special_tokens": [end], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    trainer = trainers.BpeTrainer(vocab_size=recipe.train, show_progress=False, **options)
     documents = itertools.islice(read_documents(data, seed=0), recipe.documents)
     texts = (document[data.text_column] or "" for document in documents)
     pieces = (text[at : at + _CHARACTERS_AT_ONCE] for text in texts for at in range(0, len(text), _CHARACTERS_AT_ONCE))
@@ -83,10 +79,7 @@ def train_tokenizer(recipe: TokenizerRecipe, data: DataRecipe) -> PreTrainedToke
 def pack(
     documents: Iterable[Document], sequence_length: int, packing: str, padding_token_id: int
 ) -> Iterator[dict[str, list[int]]]:
-    """
-    Pack documents, pairs of token ids and labels, into rows of `sequence_length` tokens; `packing` as in
-    [`DataRecipe`].
-    """
+    """Pack documents, pairs of token ids and labels, into rows of so many tokens; `packing` as in [`DataRecipe`]."""
     rows: list[dict[str, list[int]]] = []  # those that are not full yet
     most_rows = _OPEN_ROWS if packing == "whole" else 1
 
@@ -173,22 +166,16 @@ class RowOrder(Sampler):
 
 
 def fill_batches(rows: Sequence[dict[str, list[int]]], multiple: int) -> list[dict[str, list[int]]]:
-    """
-    Append rows without labels until evaluation rows divide into batches of `multiple`, the rows of all processes.
-
-    Otherwise accelerate would give some rows to two processes, which would count them twice.
-    """
-    rows = list(rows)
+    """Append rows without labels until accelerate needs no row twice for batches of `multiple`, of all processes."""
     empty = {**rows[0], "labels": [IGNORED_LABEL] * len(rows[0]["labels"])}
-    return rows + [empty] * (-len(rows) % multiple)
+    return [*rows, *[empty] * (-len(rows) % multiple)]
 
 
 class _Encoder:
     """Encodes documents as token ids and labels, by the recipe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, recipe: DataRecipe):
-        self.tokenizer = tokenizer
-        self.recipe = recipe
+        self.tokenizer, self.recipe = tokenizer, recipe
         self.special_tokens = len(tokenizer("")["input_ids"])
         candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         self.padding_token_id = next(token for token in candidates if token is not None)
@@ -224,8 +211,8 @@ class _Encoder:
 
     def _encode_long(self, text: str, with_offsets: bool) -> tuple[array, list[tuple[int, int]]]:
         """
-        Return what the tokenizer would make of a text that is too long for it, by pieces that overlap, each joined to
-        those before it amid the overlap, where a token begins in both.
+        Encode a text that is too long to do so at once, by pieces that overlap; each is joined to those before it amid
+        the overlap, where a token begins in both.
         """
         ids, starts, ends = array("i"), array("q"), array("q")
         for begin in range(0, max(len(text) - _OVERLAP, 1), _CHARACTERS_AT_ONCE):

@@ -9,16 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from datasets import (
-    Dataset,
-    DatasetBuilder,
-    Features,
-    IterableDataset,
-    List,
-    Value,
-    load_dataset_builder,
-    load_from_disk,
-)
+import datasets
+from datasets import Dataset, DatasetBuilder, Features, IterableDataset, List, Value
 from datasets.data_files import DataFilesDict, DataFilesList, EmptyDatasetError, get_data_patterns
 
 from ..common.files import check_relative, file_digest, json_digest
@@ -36,8 +28,7 @@ _RANGES = List(List(Value("int64")))  # of answers: [start, end) in characters
 def read_documents(recipe: DataRecipe, seed: int) -> Dataset | IterableDataset:
     """
     The documents that a recipe names, in their order: the column of texts, and `answers` if the loss is on these.
-
-    `seed` is that of documents of head tasks. ValueError if there is no document, or one of these columns is missing.
+    `seed` is that of head tasks. ValueError if there is no document, or one of these columns is missing.
     """
     columns = [recipe.text_column, *(["answers"] if recipe.loss_on == "answers" else [])]
     documents = _generate(recipe, seed) if recipe.source == HEAD_TASKS else _read(recipe, columns)
@@ -92,16 +83,10 @@ def _generate(recipe: DataRecipe, seed: int) -> Dataset | IterableDataset:
     if recipe.stages is None:
         documents += iterate_documents(recipe.documents or 0, seed, recipe.split, lines)
     for index, stage in enumerate(recipe.stages or ()):
-        documents += iterate_practice(
-            stage.documents,
-            seed=f"{seed} {index}",
-            mixture={form: getattr(stage, form) for form in FORMS},
-            split=recipe.split,
-            lines=stage.lines or lines,
-            longest=recipe.sequence_length,
-            words=stage.words,
-            facts=stage.facts,
-        )
+        mixture = {form: getattr(stage, form) for form in FORMS}
+        options: dict[str, Any] = {"split": recipe.split, "lines": stage.lines or lines}
+        options |= {"longest": recipe.sequence_length, "words": stage.words, "facts": stage.facts}
+        documents += iterate_practice(stage.documents, f"{seed} {index}", mixture, **options)
     for document in documents:
         document["answers"] = [[start, end + 1] for start, end in document["answers"]]
     dataset = Dataset.from_list(documents)
@@ -144,7 +129,7 @@ def _find_builder(recipe: DataRecipe, **options: Any) -> DatasetBuilder:
             "not an address or a pattern."
         )
     source = str(path) if path.exists() else recipe.source
-    builder = load_from_hub(load_dataset_builder, source, recipe.configuration, **options)
+    builder = load_from_hub(datasets.load_dataset_builder, source, recipe.configuration, **options)
     return _find_builder(recipe, sample_by=recipe.sample_by) if builder.name == "text" and not options else builder
 
 
@@ -176,7 +161,7 @@ def _load_saved(recipe: DataRecipe) -> Dataset | None:
     path = _path(recipe)
     if not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return None
-    saved = load_from_disk(str(path), keep_in_memory=False)
+    saved = datasets.load_from_disk(str(path), keep_in_memory=False)
     splits = saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
     if recipe.split not in splits:
         raise ValueError(f"{recipe.source!r} has no split {recipe.split!r}; it has {', '.join(splits)}.")

@@ -15,49 +15,34 @@ def build_optimizer(model: nn.Module, training: TrainingRecipe) -> Optimizer:
     Build AdamW, or Muon for the matrices of layers and AdamW for embeddings, the output layer, compose weights, norms
     and biases. Dynamic composition has a separate learning rate if the recipe gives one.
 
-    Matrices, embeddings and compose weights decay; norms and biases, which are vectors, do not. The authors' JAX code
-    (`adam_pax` in jax/MaxText/optimizers.py) has no such exception: there the scales of norms decay towards 0 as well.
+    Norms and biases, which are vectors, do not decay; in the authors' JAX code (`adam_pax` in
+    jax/MaxText/optimizers.py) they do.
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; not used in the paper.
     """
     matrices: list[nn.Parameter] = []
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}  # by learning rate, and whether they decay
-    tables = _embeddings(model)
+    output = getattr(model, "get_output_embeddings", lambda: None)()  # has a row per token, as embeddings
+    tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding) or each is output}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         if training.optimizer == "muon" and parameter.dim() == 2 and id(parameter) not in tables:
             matrices.append(parameter)
         else:
-            rate = training.compose_learning_rate if _is_dynamic(name) else None
+            is_dynamic = ".compose." in f".{name}" and not name.endswith(".static_weight")
+            rate = training.compose_learning_rate if is_dynamic else None
             groups.setdefault((rate or training.learning_rate, parameter.dim() > 1), []).append(parameter)
-    adamw = torch.optim.AdamW(
-        [
-            {"params": parameters, "lr": rate, "weight_decay": training.weight_decay if decays else 0.0}
-            for (rate, decays), parameters in groups.items()
-        ],
-        lr=training.learning_rate,
-        betas=(training.adam_beta1, training.adam_beta2),
-        eps=training.adam_epsilon,
-        fused=True,
-    )
+    settings = [
+        {"params": parameters, "lr": rate, "weight_decay": training.weight_decay if decays else 0.0}
+        for (rate, decays), parameters in groups.items()
+    ]
+    betas = (training.adam_beta1, training.adam_beta2)
+    adamw = torch.optim.AdamW(settings, lr=training.learning_rate, betas=betas, eps=training.adam_epsilon, fused=True)
     if training.muon_learning_rate is None:
         return adamw
     muon = torch.optim.Muon(matrices, lr=training.muon_learning_rate, weight_decay=training.weight_decay)
     return JoinedOptimizer([muon, adamw])
-
-
-def _embeddings(model: nn.Module) -> set[int]:
-    """Identities of the matrices with a row per token."""
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    output = getattr(model, "get_output_embeddings", lambda: None)()
-    return tables if output is None else tables | {id(output.weight)}
-
-
-def _is_dynamic(name: str) -> bool:
-    """True if a parameter computes compose weights from the input."""
-    *_, module, parameter = ("", *name.split("."))
-    return module == "compose" and parameter != "static_weight"
 
 
 class JoinedOptimizer(Optimizer):

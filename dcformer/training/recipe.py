@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils.generic import flatten_dict
 
 from ..common.optional import import_optional
 from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
@@ -38,16 +39,16 @@ _MODEL_KEYS = ("preset", "pretrained", "model_type", "attn_implementation", "out
 
 @dataclass(frozen=True)
 class StageRecipe:
-    """A stage of training on head tasks, an item of `data.stages`; see [`~head_tasks.iterate_practice`]."""
+    """A stage of training on head tasks: `documents`, and what [`~head_tasks.iterate_practice`] takes."""
 
-    documents: int  #: number of documents
-    examples: float = 0.0  #: share of documents as the tasks have them
-    questions: float = 0.0  #: share of documents that ask for a few facts, by the person and by the content of each
-    recurring_facts: float = 0.0  #: share of documents that repeat a few facts
-    recurring_words: float = 0.0  #: share of documents that repeat a few words
-    lines: list[int] | None = None  #: least and most examples in a document; `None`: as `data.lines`
-    words: int | None = None  #: recurring words are among the first so many; `None`: among all
-    facts: int = 3  #: facts that questions are about, 1 to 3
+    documents: int
+    examples: float = 0.0  #: share of the documents, as the next three
+    questions: float = 0.0
+    recurring_facts: float = 0.0
+    recurring_words: float = 0.0
+    lines: list[int] | None = None  #: `None`: as `data.lines`
+    words: int | None = None
+    facts: int = 3
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,13 @@ class DataRecipe:
     def __post_init__(self) -> None:
         if self.sequence_length < 2:
             raise ValueError(f"data.sequence_length must be at least 2, got {self.sequence_length}.")
-        generates = self.source == HEAD_TASKS
-        if not generates and (self.lines or self.stages):
+        if self.source != HEAD_TASKS and (self.lines or self.stages):
             raise ValueError(f"data.lines and data.stages are for source {HEAD_TASKS!r} alone, got {self.source!r}.")
         if self.streaming and "[" in self.split:
             raise ValueError(
                 f"data.split {self.split!r} is a slice, which data.streaming cannot read; set data.documents instead."
             )
-        if generates and not self.stages and self.documents is None:
+        if self.source == HEAD_TASKS and not self.stages and self.documents is None:
             raise ValueError(f"data.documents is missing; say how many documents of {HEAD_TASKS} to generate.")
         origin, other = (data and (data.source, data.configuration, data.split) for data in (self, self.evaluation))
         if origin == other:
@@ -98,12 +98,10 @@ class TokenizerRecipe:
     """The `tokenizer:` mapping of a recipe: a new one is trained on the recipe's own training data."""
 
     train: int  #: number of tokens, the 256 bytes and the end of text among them
-    kind: str = "bpe"  #: byte-level BPE, as GPT-2's and Pythia's
+    kind: Literal["bpe"] = "bpe"  #: byte-level; others lack a text, or differ with the number of threads
     documents: int | None = None  #: the first so many documents; `None`: all
 
     def __post_init__(self) -> None:
-        if self.kind != "bpe":  # others do not give back every text, or differ with the number of threads
-            raise ValueError(f"tokenizer.kind must be 'bpe', got {self.kind!r}; train others with `tokenizers`.")
         for name, least in (("train", 257), ("documents", 1)):
             if (count := getattr(self, name)) is not None and count < least:
                 raise ValueError(f"tokenizer.{name} must be at least {least}, got {count}.")
@@ -134,9 +132,7 @@ class TrainingRecipe:
     precision: Literal["bf16", "fp32", "auto"] = "fp32"
     gradient_checkpointing: bool = False  #: recompute layers in the backward pass
     compile: bool = False  #: use `torch.compile`
-    #: mode of `torch.compile`, which it switches on; `reduce-overhead` replays CUDA graphs, for models so small that
-    #: launching kernels takes the time
-    compile_mode: str | None = None
+    compile_mode: str | None = None  #: mode of `torch.compile`, which it switches on, such as `reduce-overhead`
     logging_steps: int = 10  #: steps between records of the log; there is one before every checkpoint too
     evaluation_steps: int = 1000  #: steps between evaluations; there is one at the end too
     save_steps: int = 1000  #: steps between checkpoints; there is one at the end too
@@ -195,8 +191,7 @@ class Recipe:
     data: DataRecipe
     training: TrainingRecipe
     #: `preset` or `pretrained` (or neither), `attn_implementation`, fields of the configuration, and
-    #: `output_initializer_range`: standard deviation of new `o_proj` and `down_proj` weights, which write to the
-    #: residual stream; default: `initializer_range`
+    #: `output_initializer_range`: standard deviation of new `o_proj` and `down_proj` weights
     model: dict[str, Any] = field(default_factory=dict)
     name: str = "run"  #: of the run, for logs and plots
     output: str = "runs/${name}"  #: folder of the run
@@ -220,10 +215,9 @@ class Recipe:
     def from_mapping(cls, values: Mapping[str, Any]) -> Recipe:
         """Read a recipe from a mapping like that of a YAML file without `extends`; errors as of `load_recipe`."""
         values, schema = dict(values), OmegaConf.structured(cls)
-        if isinstance(values.get("data"), Mapping):
-            values["data"] = _with_evaluation(values["data"])
-        if isinstance(values.get("training"), Mapping):
-            values["training"] = _with_trackers(values["training"])
+        for section, completed in (("data", _with_evaluation), ("training", _with_trackers)):
+            if isinstance(values.get(section), Mapping):
+                values[section] = completed(values[section])
         if isinstance(values.get("tokenizer"), Mapping):
             OmegaConf.set_readonly(schema, False)
             schema.tokenizer = OmegaConf.structured(TokenizerRecipe)
@@ -303,51 +297,34 @@ def build_config(model: Mapping[str, Any], **defaults: Any) -> PreTrainedConfig:
 
 def first_difference(there: Recipe, here: Recipe, ignored: tuple[str, ...]) -> str | None:
     """Name the first key in which two recipes differ, with its values; `ignored` has prefixes of keys that may."""
-    old, new = (_flattened(recipe.to_mapping()) | {"training.steps": recipe.training.steps} for recipe in (there, here))
+    old, new = (
+        {key: value for key, value in flatten_dict(recipe.to_mapping()).items() if value != {}}
+        | {"training.steps": recipe.training.steps}
+        for recipe in (there, here)
+    )
     for key in sorted({*old, *new}):
         if not key.startswith(ignored) and old.get(key) != new.get(key):
             return f"{key} is {old.get(key)!r} there and {new.get(key)!r} here"
     return None
 
 
-def _flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with keys such as `training.max_steps`."""
-    result: dict[str, Any] = {}
-    for key, value in values.items():
-        result |= _flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return result
-
-
-def _read_extended(recipe: str | os.PathLike) -> dict[str, Any]:
-    """The mapping of a recipe, merged into those that it extends."""
-    chain: dict[Path, dict[str, Any]] = {}
-    name, folder = recipe, Path()
-    while name is not None:
-        file = _find(name, folder).resolve()
-        if file in chain:
-            raise ValueError(f"Recipes extend each other in a circle: {' extends '.join(f.name for f in chain)}.")
-        chain[file] = values = OmegaConf.to_container(OmegaConf.load(file))
-        keys = {"extends", *(field.name for field in fields(Recipe))}
-        if not isinstance(values, dict) or (values and not keys & values.keys()):  # OmegaConf makes a key of a text
-            raise ValueError(f"{str(file)!r} is no recipe, which is YAML with keys such as model, data and training.")
-        name, folder = chain[file].pop("extends", None), file.parent
-    values = {}
-    for update in reversed(chain.values()):
-        values = merge_recipes(values, update)
-    return values
-
-
-def _find(recipe: str | os.PathLike, folder: Path) -> Path:
-    """A file (beside the one that extends it), or else a packaged recipe."""
+def _read_extended(recipe: str | os.PathLike, extending: Sequence[Path] = ()) -> dict[str, Any]:
+    """The mapping of a recipe, a file (beside the last that extends it) or a packaged one, merged into its base."""
     if not isinstance(recipe, str | os.PathLike):
         raise ValueError(f"extends must name one recipe, got {recipe!r}.")
-    file, packaged = folder / recipe, _PACKAGED / f"{str(recipe).removesuffix('.yaml')}.yaml"
-    for path in (file, packaged):
-        if path.is_file():
-            return path
-    raise FileNotFoundError(
-        f"There is no recipe {str(file)!r}; give a YAML file or one of {', '.join(packaged_recipes())}."
-    )
+    beside = (extending[-1].parent if extending else Path()) / recipe
+    places = (beside, _PACKAGED / f"{str(recipe).removesuffix('.yaml')}.yaml")
+    if (file := next((path.resolve() for path in places if path.is_file()), None)) is None:
+        names = ", ".join(packaged_recipes())
+        raise FileNotFoundError(f"There is no recipe {str(beside)!r}; give a YAML file or one of {names}.")
+    if file in extending:
+        raise ValueError(f"Recipes extend each other in a circle: {' extends '.join(f.name for f in extending)}.")
+    values = OmegaConf.to_container(OmegaConf.load(file))
+    keys = {"extends", *(field.name for field in fields(Recipe))}
+    if not isinstance(values, dict) or (values and not keys & values.keys()):  # OmegaConf makes a key of a text
+        raise ValueError(f"{str(file)!r} is no recipe, which is YAML with keys such as model, data and training.")
+    base = values.pop("extends", None)
+    return merge_recipes({} if base is None else _read_extended(base, (*extending, file)), values)
 
 
 def _check_mapping(name: str, value: Any, key: str) -> None:
@@ -387,9 +364,7 @@ def _check_tokenizer(recipe: Recipe) -> None:
     if not isinstance(tokenizer, TokenizerRecipe):
         raise ValueError(f"tokenizer must be a name, a folder or a mapping such as {{train: 8192}}, got {tokenizer!r}.")
     if data.source == HEAD_TASKS:
-        raise ValueError(
-            f"tokenizer.train is for texts, and {HEAD_TASKS} have a tokenizer; set tokenizer={HEAD_TASKS}."
-        )
+        raise ValueError("tokenizer.train is for texts, and head_tasks have a tokenizer; set tokenizer=head_tasks.")
     if data.streaming and tokenizer.documents is None and data.documents is None:
         raise ValueError("tokenizer.documents is missing; say from how many streamed documents to train a tokenizer.")
     if (name := recipe.model.get("pretrained")) is not None:
@@ -412,12 +387,9 @@ def _did_you_mean(wrong: str) -> str:
 
 def _check_model(model: Mapping[str, Any]) -> None:
     """Raise ValueError for keys and values that Transformers would ignore, or refuse only after reading data."""
-    for key in model:
-        if key not in _KEYS["model"]:
-            raise ValueError(
-                f"'model.{key}' is not a key of a recipe; see the fields of DCFormerConfig."
-                f"{_did_you_mean(f'model.{key}')}"
-            )
+    if wrong := [key for key in model if key not in _KEYS["model"]]:
+        where, meant = "see the fields of DCFormerConfig", _did_you_mean(wrong[0])
+        raise ValueError(f"'model.{wrong[0]}' is not a key of a recipe; {where}.{meant}")
     preset, pretrained = model.get("preset"), model.get("pretrained")
     if preset is not None and pretrained is not None:
         raise ValueError(f"Give model.preset ({preset!r}) or model.pretrained ({pretrained!r}), not both.")

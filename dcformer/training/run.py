@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
-from transformers.integrations import TensorBoardCallback, WandbCallback
+from transformers.integrations import TensorBoardCallback, WandbCallback, get_reporting_integration_callbacks
 
 from ..common.files import file_lock, json_digest, read_sealed, write_atomically
 from ..common.hub import find_commit
@@ -28,18 +28,16 @@ from .recipe import HEAD_TASKS, OmegaConf, Recipe, TokenizerRecipe, build_config
 from .run_files import COMPOSITION_FILE, FINAL, LOCK_FILE, RECIPE_FILE, UNFINISHED
 from .run_plan import RunPlan, describe_run, measure_run
 from .summary import plot_losses, write_training_card
-from .trainer import OnProgress, RecipeTrainer, make_trackers, training_arguments
+from .trainer import OnProgress, RecipeTrainer, training_arguments
 
 
-# Keys that may change when a run is resumed, since no loss depends on them; the steps are compared instead of `tokens`
-# and `max_steps`.
-_MAY_CHANGE = ("name", "output", "sweep", "data.evaluation") + tuple(
-    f"training.{key}"
-    for key in (
-        *("tokens", "max_steps", "per_device_batch_size", "gradient_checkpointing", "compile", "compile_mode"),
-        *("logging_steps", "evaluation_steps", "save_steps", "keep_checkpoints", "report_to"),
-    )
+# Beginnings of keys that may change when a run is resumed, since no loss depends on them; the steps are compared, not
+# `tokens` and `max_steps`.
+_OF_TRAINING = (
+    *("tokens", "max_steps", "per_device_batch_size", "gradient_checkpointing", "compile", "logging_steps"),
+    *("evaluation_steps", "save_steps", "keep_checkpoints", "report_to"),
 )
+_MAY_CHANGE = ("name", "output", "sweep", "data.evaluation", *(f"training.{key}" for key in _OF_TRAINING))
 
 _WAYS_OUT = "give another output, or start over with --no-resume (resume=False)"
 
@@ -54,13 +52,11 @@ def train(
     dry_run: bool = False,
 ) -> dict[str, Any]:
     """
-    Train a model, or resume a run that was stopped.
-
-    Under `torchrun` or `accelerate launch` every process calls this, and only the first one writes.
+    Train a model, or resume a run that was stopped. Under `torchrun` or `accelerate launch` every process calls this,
+    and only the first one writes.
 
     Args:
-        resume: Resume from the newest complete checkpoint in `recipe.output`. Otherwise the run removes the
-            checkpoints there and starts over.
+        resume: Resume from the newest complete checkpoint in `recipe.output`, rather than remove those and start over.
         on_progress: Called after every step with steps done, all steps, the last record of the log.
         on_message: Called by the first process with lines that say what comes next, and what the run will do.
         dry_run: Measure a step and an evaluation instead, without a look at `recipe.output`, and return the fields of
@@ -76,13 +72,13 @@ def train(
             that of another recipe or in use by another process.
         FloatingPointError: if a loss or the norm of gradients is no longer finite; checkpoints stay as they are.
     """
-    started = time.monotonic()
-    output = Path(recipe.output)
-    processes = count_processes()
-    if recipe.training.fsdp and processes == 1:
+    started, output = time.monotonic(), Path(recipe.output)
+    if recipe.training.fsdp and count_processes() == 1:
         raise ValueError("training.fsdp needs several processes; start it with torchrun, or set training.fsdp=false.")
-    arguments = training_arguments(recipe, processes)
-    trackers = make_trackers(arguments)
+    arguments = training_arguments(recipe, count_processes())
+    # Made here, since their packages may be missing; Trainer makes none.
+    trackers = [make() for make in get_reporting_integration_callbacks(dict.fromkeys(arguments.report_to))]
+    arguments.report_to = []
     say = on_message if on_message is not None and arguments.process_index == 0 else lambda _: None
     set_seed(recipe.seed)
     say(f"Reading {recipe.data.source} and the tokenizer")
@@ -94,24 +90,22 @@ def train(
         return asdict(plan)
     with contextlib.ExitStack() as stack:
 
-        def open_folder() -> tuple[Path | None, dict[str, str]]:
+        def open_folder() -> tuple[Path | None, dict[str, Any]]:
             stack.enter_context(file_lock(output / LOCK_FILE))
             return _find_checkpoint(recipe, output, resume)
 
-        checkpoint, fingerprints = in_first_process(open_folder)
+        checkpoint, marks = in_first_process(open_folder)
         trained = run_files.step_of(checkpoint)
         if trained < recipe.training.steps:
             tokenizer, rows, _ = _prepare(recipe, arguments, checkpoint, say)
             if isinstance(recipe.tokenizer, TokenizerRecipe):
-                fingerprints["tokenizer"] = fingerprint_tokenizer(tokenizer)
-            known = {} if checkpoint is None else read_sealed(checkpoint / run_files.MARKER)
-            run_id = known.get("run_id", secrets.token_hex(4))
+                marks["fingerprints"]["tokenizer"] = fingerprint_tokenizer(tokenizer)
             in_first_process(lambda: _prepare_folder(recipe, output, resume, trained))
-            arguments.run_name = f"{recipe.name}-{run_id}"
+            arguments.run_name = f"{recipe.name}-{marks['run_id']}"
             in_first_process(lambda: _continue_trackers(trackers, arguments, output, trained, stack))
             model = _build_model(recipe, tokenizer)
             trainer = RecipeTrainer(recipe, model, arguments, tokenizer, *rows, trackers, on_progress)
-            trainer.checkpoint, trainer.marks = checkpoint, {"fingerprints": fingerprints, "run_id": run_id}
+            trainer.checkpoint, trainer.marks = checkpoint, marks
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
             trainer.accelerator.wait_for_everyone()
             checkpoint = trainer.checkpoint
@@ -120,18 +114,16 @@ def train(
         if arguments.process_index == 0:
             _finish(recipe, checkpoint, records)
 
-    def last(key: str) -> float | None:
-        return next((record[key] for record in reversed(records) if key in record), None)
-
+    last = {key: value for record in records for key, value in record.items()}
     return {
         "folder": str(output / FINAL),
         "steps": recipe.training.steps,
-        "loss": last("loss"),
-        "evaluation_loss": last("eval_loss"),
-        "perplexity": last("eval_perplexity"),
+        "loss": last["loss"],
+        "evaluation_loss": last.get("eval_loss"),
+        "perplexity": last.get("eval_perplexity"),
         "seconds": time.monotonic() - started,
         "resumed_from": trained,
-        "fingerprints": read_sealed(checkpoint / run_files.MARKER)["fingerprints"],
+        "fingerprints": marks["fingerprints"],
     }
 
 
@@ -150,17 +142,14 @@ def build_tokenizer(recipe: Recipe, checkpoint: Path | None = None) -> PreTraine
 
 def fingerprint_inputs(recipe: Recipe, local_only: bool = False) -> dict[str, str]:
     """
-    Hash what a run reads, by keys of the recipe: data, tokenizer, and the model that `model.pretrained` names. A
-    tokenizer that the run trains follows from its data and the recipe.
-
-    `local_only` leaves out what is not on this machine (any more).
+    Hash what a run reads, by keys of the recipe: data, tokenizer, unless the run trains it, and the model that
+    `model.pretrained` names. `local_only` leaves out what is not on this machine (any more).
     """
     sources = {"data.source": recipe.data, "data.evaluation.source": recipe.data.evaluation}
     hashes = {key: fingerprint_documents(source, local_only) for key, source in sources.items() if source is not None}
-    name = recipe.tokenizer
+    name, pretrained = recipe.tokenizer, recipe.model.get("pretrained")
     if isinstance(name, str) and (not local_only or name == HEAD_TASKS or Path(find_folder(name)).exists()):
         hashes["tokenizer"] = fingerprint_tokenizer(build_tokenizer(recipe))
-    pretrained = recipe.model.get("pretrained")
     if pretrained is not None and (folder := Path(find_folder(pretrained))).is_dir():
         weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
         hashes["model.pretrained"] = json_digest(fingerprint_files([folder / "config.json", *weights]))
@@ -170,12 +159,10 @@ def fingerprint_inputs(recipe: Recipe, local_only: bool = False) -> dict[str, st
     return {key: value for key, value in hashes.items() if value is not None}
 
 
-def _find_checkpoint(recipe: Recipe, output: Path, resume: bool) -> tuple[Path | None, dict[str, str]]:
+def _find_checkpoint(recipe: Recipe, output: Path, resume: bool) -> tuple[Path | None, dict[str, Any]]:
     """
-    The checkpoint to resume from, and the hashes of `fingerprint_inputs`. A finished run reads nothing, so its data may
-    be gone.
-
-    ValueError if the folder is that of something else, or all of its checkpoints are damaged.
+    The checkpoint to resume from, and the `fingerprints` and `run_id` of further ones. ValueError if the folder is that
+    of something else, or all of its checkpoints are damaged. A finished run reads nothing, so its data may be gone.
     """
     run_files.check_free(output)
     folders, checkpoint, known = run_files.checkpoint_folders(output), None, {}
@@ -197,31 +184,27 @@ def _find_checkpoint(recipe: Recipe, output: Path, resume: bool) -> tuple[Path |
     finished = run_files.step_of(checkpoint) == recipe.training.steps
     fingerprints = fingerprint_inputs(recipe, local_only=finished)
     # A resumed run takes its weights from the checkpoint, but its configuration from model.pretrained.
-    names = {
-        "data.source": recipe.data.source,
-        "tokenizer": recipe.tokenizer,
-        "model.pretrained": recipe.model.get("pretrained"),
-    }
+    pretrained = recipe.model.get("pretrained")
+    names = {"data.source": recipe.data.source, "tokenizer": recipe.tokenizer, "model.pretrained": pretrained}
     for key, name in names.items():
         if known and key in fingerprints and fingerprints[key] != known["fingerprints"].get(key):
             raise ValueError(
                 f"{key} {name!r} has other content than {str(checkpoint)!r} was trained on; restore it, {_WAYS_OUT}."
             )
-    return checkpoint, fingerprints
+    marks = {"fingerprints": known["fingerprints"] if finished else fingerprints}
+    return checkpoint, marks | {"run_id": known.get("run_id", secrets.token_hex(4))}
 
 
 def _prepare(
     recipe: Recipe, arguments: TrainingArguments, checkpoint: Path | None, say: Callable[[str], None]
 ) -> tuple[PreTrainedTokenizerBase, tuple[Any, Any], RunPlan]:
     """The tokenizer, the rows for training and evaluation, and what the run will do, which is said meanwhile."""
-    if isinstance(recipe.tokenizer, str):
-        tokenizer = build_tokenizer(recipe)
-    else:
-        if checkpoint is None:
-            say("Training the tokenizer")
-        tokenizer = in_first_process(lambda: build_tokenizer(recipe, checkpoint))
-        if len(tokenizer) < recipe.tokenizer.train:
-            say(f"The data have no more than {len(tokenizer):,} tokens, tokenizer.train is {recipe.tokenizer.train:,}")
+    own = recipe.tokenizer if isinstance(recipe.tokenizer, TokenizerRecipe) else None
+    if own and checkpoint is None:
+        say("Training the tokenizer")
+    tokenizer = in_first_process(lambda: build_tokenizer(recipe, checkpoint))
+    if own and len(tokenizer) < own.train:
+        say(f"The data have no more than {len(tokenizer):,} tokens, tokenizer.train is {own.train:,}")
     plan = describe_run(recipe, _build_model(recipe, tokenizer, on_meta=True))
     say(plan.describe_work())
     say(f"Tokenising {recipe.data.source}{' while training' * recipe.data.streaming}")
@@ -245,11 +228,7 @@ def _prepare_folder(recipe: Recipe, output: Path, resume: bool, trained: int) ->
     if not resume:
         run_files.remove_folder(output / FINAL)
     shutil.rmtree(output / UNFINISHED, ignore_errors=True)
-    _write_recipe(output, recipe.to_mapping())
-
-
-def _write_recipe(output: Path, values: dict[str, Any]) -> None:
-    write_atomically(output / RECIPE_FILE, OmegaConf.to_yaml(values))
+    write_atomically(output / RECIPE_FILE, OmegaConf.to_yaml(recipe.to_mapping()))
 
 
 def _build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None, on_meta: bool = False) -> PreTrainedModel:
@@ -261,9 +240,8 @@ def _build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None, on_m
     if isinstance(recipe.tokenizer, TokenizerRecipe):  # also where a preset has another
         values.setdefault("vocab_size", defaults.get("vocab_size", recipe.tokenizer.train))
     config = build_config(values, **defaults)
-    options: dict[str, Any] = {"dtype": torch.float32}
-    if "attn_implementation" in recipe.model:
-        options["attn_implementation"] = recipe.model["attn_implementation"]
+    attention = recipe.model.get("attn_implementation")
+    options = {"dtype": torch.float32} | ({} if attention is None else {"attn_implementation": attention})
     if on_meta:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, **options)
@@ -301,8 +279,8 @@ def _continue_trackers(
 
 def _finish(recipe: Recipe, checkpoint: Path, records: list[dict[str, Any]]) -> None:
     """Write the recipe, the final model, the log and the curves from the last checkpoint."""
-    output = Path(recipe.output)
-    _write_recipe(output, read_sealed(checkpoint / run_files.MARKER)["recipe"])
+    output, values = Path(recipe.output), read_sealed(checkpoint / run_files.MARKER)["recipe"]
+    write_atomically(output / RECIPE_FILE, OmegaConf.to_yaml(values))
     run_files.write_final(checkpoint, output / FINAL)
     shutil.rmtree(output / UNFINISHED, ignore_errors=True)
     write_training_card(output / FINAL, recipe, records)

@@ -1,5 +1,5 @@
 """
-The folder of a run: its checkpoints, the lock that keeps other processes out, and the final model.
+The folder of a run. Folders come to their places, and leave them, by being renamed: they are whole, or damaged later.
 
     <output>/.lock                              held while a process writes the folder, and ends with it
     <output>/recipe.yaml                        the recipe, with all its defaults
@@ -11,8 +11,6 @@ The folder of a run: its checkpoints, the lock that keeps other processes out, a
     <output>/tensorboard/, <output>/wandb/      files of these trackers
     <output>/final/                             the trained model, with its tokenizer
     <output>/unfinished/                        what is being written or removed, and does not count
-
-Folders come to their places, and leave them, by being renamed: they are whole, or were damaged later.
 """
 
 import json
@@ -75,25 +73,18 @@ def _find_flaw(checkpoint: Path) -> str | None:
         marker = read_sealed(path)
     except ValueError as error:
         return str(error)
-    wrong = [key for key, kind in _VALUES.items() if not isinstance(marker.get(key), kind)]
-    files = marker["files"] if "files" not in wrong else {}
-    wrong += [name for name, entry in files.items() if not _is_entry(entry)]
-    if wrong:
+    if wrong := [key for key, kind in _VALUES.items() if not isinstance(marker.get(key), kind)]:
         return f"{str(path)!r} is damaged: {wrong[0]!r} is missing or of a wrong type."
     if checkpoint.name != f"checkpoint-{marker['step']}":
         return f"{str(checkpoint)!r} was renamed."
     for file in sorted(checkpoint.rglob("[!.]*")):  # Trainer would load some
-        if file.is_file() and file != path and file.relative_to(checkpoint).as_posix() not in files:
+        if file.is_file() and file != path and file.relative_to(checkpoint).as_posix() not in marker["files"]:
             return f"{str(file)!r} is not among the files that {MARKER} lists."
     try:
         Recipe.from_mapping(marker["recipe"])
-        return find_damage(checkpoint, files)
+        return find_damage(checkpoint, marker["files"])
     except (ValueError, omegaconf.errors.OmegaConfBaseException) as error:
         return f"{str(path)!r} is damaged: {str(error).splitlines()[0]}"
-
-
-def _is_entry(entry: Any) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("sha256"), str)
 
 
 def finish_checkpoint(written: Path, values: dict[str, Any]) -> Path:

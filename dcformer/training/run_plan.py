@@ -117,16 +117,15 @@ def describe_run(recipe: Recipe, model: PreTrainedModel) -> RunPlan:
 
 def _chosen_attention(recipe: Recipe, model: PreTrainedModel, device: torch.device) -> str:
     """The implementation that a model names, or, if its layers choose one, which that is here."""
-    config = model.config
+    config = copy.copy(model.config)
     if not config.composes_heads or config._attn_implementation != "eager":
         return config._attn_implementation
     index = next(index for index in range(config.num_hidden_layers) if config.composes_layer(index))
-    narrow = copy.copy(config)
-    narrow.hidden_size = config.head_dim  # the choice does not depend on it
+    config.hidden_size = config.head_dim  # the choice does not depend on it
     dtype = torch.bfloat16 if resolve_precision(recipe.training.precision) == "bf16" else torch.float32
     with torch.no_grad():
-        layer: Any = DCFormerAttention(narrow, index).to(device, dtype)
-        states = torch.zeros(1, recipe.data.sequence_length, narrow.hidden_size, device=device, dtype=dtype)
+        layer: Any = DCFormerAttention(config, index).to(device, dtype)
+        states = torch.zeros(1, recipe.data.sequence_length, config.hidden_size, device=device, dtype=dtype)
         tensors = layer.project(states, None, "dcmha_plain")
     return explain_choice(*tensors, dropout=config.attention_dropout, sliding_window=layer.sliding_window)[-1][0]
 
@@ -135,8 +134,8 @@ def measure_run(
     plan: RunPlan, recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Any, tests: Any
 ) -> RunPlan:
     """
-    Measure steps of one forward and backward pass, and batches of the evaluation, in a scratch folder. Where a step has
-    many passes, it is taken to last as many times as long. The model is trained by that.
+    Measure steps of one pass, and batches of the evaluation, in a scratch folder; a step of many passes is taken to
+    last as many times as long. The model is trained by that.
     """
     batch = recipe.training.per_device_batch_size * plan.processes
     passes = plan.batch_tokens // (batch * plan.sequence_length)

@@ -33,21 +33,19 @@ def flops_per_token(config: DCFormerConfig, sequence_length: int) -> int:
     """
     Count the FLOPs of training on one token: forward, and twice as many backward.
 
-    Matrix products count two FLOPs per multiplication. Scores and weighted values count the keys that a query sees,
-    causally and within the window of its layer, on average over a row. Composition counts computing its weights from
-    the hidden states, and per pair of query and key 4 R FLOPs per head for a low-rank projection and 2 for a gate, in
-    every branch that is on: query-wise and key-wise, before and after the softmax. Not counted: the embedding, norms,
-    activations, the softmax, the optimiser. Packed documents count as one, and layers that gradient checkpointing
-    recomputes count once, as is usual for MFU.
+    Matrix products count two FLOPs per multiplication; scores and weighted values count the keys that a query sees,
+    causally and within the window of its layer, on average over a row. Composition counts computing its weights, and
+    per pair of query and key 4 R FLOPs per head for a low-rank projection and 2 for a gate, in every branch that is on.
+    Not counted: the embedding, norms, activations, the softmax, the optimiser. Packed documents count as one, and
+    layers that gradient checkpointing recomputes count once, as is usual for MFU.
 
     Source: equation 11 of the paper, which counts composition over all pairs but attention over causal ones; here both
     are over the pairs that are seen.
     """
     hidden, heads, head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
     query_size, key_value_size = heads * head_dim, config.num_key_value_heads * head_dim
-    projections = hidden * (query_size + 2 * key_value_size) + query_size * hidden
-    mlp = (3 if config.mlp_type == "gated" else 2) * hidden * config.intermediate_size
-    mlp += hidden * (config.mlp_gate_dim or 0)
+    projections = 2 * hidden * (query_size + key_value_size)
+    mlp = hidden * ((3 if config.mlp_type == "gated" else 2) * config.intermediate_size + (config.mlp_gate_dim or 0))
     forward: float = 2 * hidden * config.vocab_size
     for layer_idx, layer_type in enumerate(config.layer_types):
         compose_weights, compose_pair = _compose_flops(config) if config.composes_layer(layer_idx) else (0, 0)
@@ -65,9 +63,8 @@ def visible_pairs(length: int, sliding_window: int | None) -> int:
 
 def _compose_flops(config: DCFormerConfig) -> tuple[int, int]:
     """Forward FLOPs of composition in a layer: per token, to compute the weights; per pair, to mix all heads."""
-    heads, rank = config.num_attention_heads, config.compose_rank
+    heads, rank, stages = config.num_attention_heads, config.compose_rank, config.compose_pre + config.compose_post
     group_heads = heads // config.compose_groups
-    stages = config.compose_pre + config.compose_post
     branches = stages * (config.compose_query + config.compose_key)
     per_token = per_pair = 0
     if config.compose_low_rank:

@@ -15,22 +15,9 @@ import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-    default_data_collator,
-)
-from transformers.integrations import (
-    get_available_reporting_integrations,
-    get_reporting_integration_callbacks,
-    is_tensorboard_available,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments, default_data_collator
+from transformers.integrations import is_tensorboard_available
+from transformers.trainer_callback import PrinterCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import EvalLoopOutput
 
 from .data import IGNORED_LABEL, RowOrder, fill_batches
@@ -101,18 +88,6 @@ def training_arguments(recipe: Recipe, processes: int) -> TrainingArguments:
     return arguments
 
 
-def make_trackers(arguments: TrainingArguments) -> list[TrainerCallback]:
-    """Make the trackers that `report_to` names, and remove the names, or Trainer would make them again."""
-    names, arguments.report_to = [*dict.fromkeys(arguments.report_to)], []
-    trackers = get_reporting_integration_callbacks(names)
-    installed = {*get_available_reporting_integrations(), "flyte"}  # which Transformers leaves out, and checks itself
-    for name in names:
-        if name not in installed:
-            package = {"azure_ml": "azureml-sdk", "comet_ml": "comet-ml"}.get(name, name)
-            raise ImportError(f"training.report_to {name!r} needs {package}: pip install {package}.", name=package)
-    return [tracker() for tracker in trackers]
-
-
 class RecipeTrainer(Trainer):
     """Trainer of a recipe, for a model with float32 parameters and rows as `build_datasets` makes them."""
 
@@ -150,7 +125,6 @@ class RecipeTrainer(Trainer):
         self.marks: dict[str, Any] = {}  # recorded in every checkpoint
         self.clock = TrainingClock()
         self.flops_per_token = flops_per_token(model.config, recipe.data.sequence_length)
-        self.loss_since_log = torch.zeros((), device=arguments.device)  # summed over the steps since the last record
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator of the base class, which here also shards parameters on CPUs."""
@@ -176,16 +150,10 @@ class RecipeTrainer(Trainer):
         """Compute the loss without a cache, since with one position ids would not separate documents."""
         return super().compute_loss(model, {**inputs, "use_cache": False}, *args, **kwargs)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Take the base class's step, and add its loss to the sum for the next record."""
-        loss = super().training_step(*args, **kwargs)
-        self.loss_since_log += loss
-        return loss
-
     def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """
-        Mean loss per token over all rows, whatever the batches, and its exponential, the perplexity. Where the loss is
-        on answers, also the accuracy: the share of answers in which every token is the most probable one.
+        Mean loss per token over all rows, and its exponential, the perplexity. Where the loss is on answers, also the
+        accuracy: the share of answers in which every token is the most probable one.
         """
         self.clock.lap()
         self.model.eval()
@@ -199,17 +167,16 @@ class RecipeTrainer(Trainer):
                 if self.recipe.data.loss_on == "answers":
                     totals[2:] += torch.stack(count_answers(outputs.logits[:, :-1].argmax(-1), labels))
         total, tokens, answers, right = self.accelerator.reduce(totals, "sum").tolist()
-        loss = total / max(tokens, 1)  # at least one in all rows: other data are refused
-        perplexity = math.exp(loss) if loss < 700 else math.inf
-        metrics = {"eval_loss": loss, "eval_perplexity": perplexity}
+        loss = total / max(tokens, 1)  # a dry run may measure rows without any
+        metrics = {"eval_loss": loss, "eval_perplexity": math.exp(loss) if loss < 700 else math.inf}
         if answers:
             metrics["eval_accuracy"] = right / answers
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(self.eval_dataset))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """
-        Record what the base class does, the mean loss since the last record, the throughput, and the totals of the run:
-        `seconds` of training steps and `flops` of forward and backward passes.
+        Record what the base class does, the throughput, and the totals of the run: `seconds` of training steps and
+        `flops` of forward and backward passes.
         """
         if "train_runtime" in logs:  # averages since the run was last resumed
             return
@@ -218,8 +185,6 @@ class RecipeTrainer(Trainer):
         if "loss" in logs:
             self.clock.lap()
             last = self._last_record()
-            logs["loss"] = self.accelerator.reduce(self.loss_since_log, "mean").item() / (step - last["step"])
-            self.loss_since_log.zero_()
             speed = (step - last["step"]) * batch_tokens / max(self.clock.seconds - last["seconds"], 1e-9)
             logs["tokens_per_second"] = speed
             if peak := peak_flops(self.recipe.training.precision):
@@ -266,9 +231,7 @@ class _RunCallback(TrainerCallback):
     def __init__(self, trainer: RecipeTrainer, on_progress: OnProgress | None):
         self.trainer, self.on_progress = trainer, on_progress
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *rest: Any, **kwargs: Any) -> None:
         # A resumed run repeats the records after its checkpoint.
         if state.is_world_process_zero:
             write_log(Path(self.trainer.recipe.output), state.log_history)
@@ -278,15 +241,15 @@ class _RunCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # There is a record before every checkpoint, so that its loss is known and finite; the last step has both.
         control.should_log |= control.should_save
-        self.on_log(args, state, control)
+        self.on_log(args, state)
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, *rest: Any, **kwargs: Any) -> None:
         if self.on_progress is not None and state.is_world_process_zero:
             self.on_progress(state.global_step, state.max_steps, (state.log_history or [{}])[-1])
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self.trainer.clock.start()
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, *args: Any, **kwargs: Any) -> None:
         self.trainer.finish_checkpoint()
         self.trainer.clock.start()
