@@ -20,17 +20,9 @@ from typer.testing import CliRunner
 
 import dcformer.eval
 from dcformer.cli import app
-from dcformer.experiments import (
-    compare_seeds,
-    compare_variants,
-    finish_run,
-    plan_sweep,
-    plot_sweep,
-    print_report,
-    run_sweep,
-    seed_interval,
-    summarise,
-)
+from dcformer.experiments import compare_seeds, compare_variants, finish_run, plan_sweep, seed_interval, summarise
+from dcformer.experiments.runner import run_sweep
+from dcformer.experiments.sweep_report import plot_sweep, print_report
 from dcformer.training import Recipe
 from dcformer.training.trainer import RecipeTrainer
 
@@ -45,8 +37,15 @@ def sweep_recipe(output: Path, training: dict | None = None, **values):
     return tiny_recipe(output, training={**TRAINING, **(training or {})}, sweep=values)
 
 
-def ignore(*_):
-    """No bar and no table."""
+def quiet_sweep(recipe, **options):
+    """Without a bar and a table, unless progress is watched."""
+    return run_sweep(recipe, **{"on_progress": lambda *_: None, **options})
+
+
+@pytest.fixture(autouse=True)
+def without_plots(finished, monkeypatch):
+    """Only the finished sweep is plotted, since that takes longer than a run."""
+    monkeypatch.setattr("dcformer.experiments.runner.plot_sweep", lambda *_: None)
 
 
 @pytest.fixture
@@ -67,7 +66,7 @@ def scored(monkeypatch):
 def finished(tmp_path_factory) -> Path:
     """The folder of a sweep that ran to its end."""
     output = tmp_path_factory.mktemp("sweeps") / "finished"
-    run_sweep(sweep_recipe(output), on_progress=ignore)
+    quiet_sweep(sweep_recipe(output))
     return output
 
 
@@ -119,15 +118,12 @@ def test_results_hold_every_run_in_order(finished):
 def test_finished_runs_are_reused_and_scored_when_tasks_come(copied, scored, monkeypatch):
     monkeypatch.setattr(RecipeTrainer, "train", lambda *_, **__: pytest.fail("trained again"))
     before = read(copied)
-    assert (
-        run_sweep(sweep_recipe(copied, {"compile_mode": "reduce-overhead"}), on_progress=ignore)["runs"]
-        == before["runs"]
-    )
-    assert run_sweep(sweep_recipe(copied), on_progress=ignore) == before
-    results = run_sweep(sweep_recipe(copied, tasks=["piqa"], only=["composed"]), on_progress=ignore)
+    assert quiet_sweep(sweep_recipe(copied, {"compile_mode": "reduce-overhead"}))["runs"] == before["runs"]
+    assert quiet_sweep(sweep_recipe(copied)) == before
+    results = quiet_sweep(sweep_recipe(copied, tasks=["piqa"], only=["composed"]))
     assert list(map(str, scored)) == ["composed/seed-0", "composed/seed-1"]
     assert [run["variant"] for run in results["runs"]] == ["composed", "composed"]
-    results = run_sweep(sweep_recipe(copied, tasks=["piqa"]), on_progress=ignore)
+    results = quiet_sweep(sweep_recipe(copied, tasks=["piqa"]))
     assert len(scored) == 4
     assert [run["evaluation"]["piqa"]["acc"] for run in results["runs"]] == [0.25, 0.25, 0.75, 0.75]
     assert summarise(results).loc["composed", "piqa acc"] == 0.75
@@ -147,10 +143,8 @@ def test_results_are_written_after_every_run_and_a_run_is_started_over_when_aske
     seen.clear()
     shutil.rmtree(copied / "composed")
     assert timeless(run_sweep(sweep_recipe(copied), on_progress=watch)) == timeless(before)
-    assert [(name, count) for name, step, count, _ in seen if step == 0] == [
-        ("composed, seed 0", 2),
-        ("composed, seed 1", 3),
-    ]
+    started = [(name, count) for name, step, count, _ in seen if step == 0]
+    assert started == [("composed, seed 0", 2), ("composed, seed 1", 3)]
     seen.clear()
     run_sweep(sweep_recipe(copied, only=["plain"], seeds=[1]), resume=False, on_progress=watch)
     assert {step for _, step, *_ in seen} == {0, 1, 2, 3}
@@ -158,7 +152,7 @@ def test_results_are_written_after_every_run_and_a_run_is_started_over_when_aske
 
 def test_a_result_of_another_recipe_is_refused(copied):
     with pytest.raises(ValueError, match=r"learning_rate is 0.003 there and 0.1 here"):
-        run_sweep(sweep_recipe(copied, training={"learning_rate": 0.1}), on_progress=ignore)
+        quiet_sweep(sweep_recipe(copied, training={"learning_rate": 0.1}))
 
 
 def test_a_damaged_result_is_named_and_repeated_from_the_run(copied, monkeypatch, caplog):
@@ -167,7 +161,7 @@ def test_a_damaged_result_is_named_and_repeated_from_the_run(copied, monkeypatch
     file.write_text(text[:-20])
     monkeypatch.setattr(RecipeTrainer, "train", lambda *_, **__: pytest.fail("trained again"))
     before = read(copied)
-    assert run_sweep(sweep_recipe(copied), on_progress=ignore) == before
+    assert quiet_sweep(sweep_recipe(copied)) == before
     assert json.loads(file.read_text())["run"] == json.loads(text)["run"]
     assert caplog.text.count(f"{file}' is damaged") == 1
 
@@ -178,30 +172,27 @@ def test_results_on_other_data_tokenizers_or_weights_are_refused(copied, tmp_pat
     for name in changed.values():
         (base / name).write_text("".join(json.dumps({"text": f"John has {number}"}) + "\n" for number in range(40)))
     changed |= {"tokenizer": "tokenizer.json", "model.pretrained": "model.safetensors"}
-    values = tiny_mapping(
-        tmp_path / "run",
-        tokenizer=str(base),
-        data={"source": f"{base}/a.jsonl", "evaluation": {"source": f"{base}/b.jsonl"}},
-        training={**TRAINING, "max_steps": 1},
-        sweep={"seeds": [0], "variants": {"low": {"training": {"learning_rate": 1e-3}}}},
-    )
+    data = {"source": f"{base}/a.jsonl", "evaluation": {"source": f"{base}/b.jsonl"}}
+    sections = {"tokenizer": str(base), "data": data, "training": {**TRAINING, "max_steps": 1}}
+    sweep = {"seeds": [0], "variants": {"low": {"training": {"learning_rate": 1e-3}}}}
+    values = tiny_mapping(tmp_path / "run", **sections, sweep=sweep)
     recipe = Recipe.from_mapping({**values, "model": {"pretrained": str(base)}})
-    first = run_sweep(recipe, on_progress=ignore)
-    assert run_sweep(recipe, on_progress=ignore) == first
+    first = quiet_sweep(recipe)
+    assert quiet_sweep(recipe) == first
     for key, name in changed.items():
         content = (base / name).read_bytes()
         (base / name).write_bytes(content.replace(b"John", b"Anne") + b" ")
         with pytest.raises(ValueError, match=f"the content of {key} has changed"):
-            run_sweep(recipe, on_progress=ignore)
+            quiet_sweep(recipe)
         (base / name).write_bytes(content)
     shutil.rmtree(base)
-    assert run_sweep(recipe, on_progress=ignore) == first  # nothing is read
+    assert quiet_sweep(recipe) == first  # nothing is read
 
 
 def test_a_run_that_diverges_is_recorded_and_the_others_finish(tmp_path):
     variants = {"diverging": {"training": {"learning_rate": 1e30}}, "composed": {}}
     with pytest.raises(RuntimeError, match=r"1 of 2 runs failed. diverging, seed 0: "):
-        run_sweep(sweep_recipe(tmp_path, seeds=[0], variants=variants), on_progress=ignore)
+        quiet_sweep(sweep_recipe(tmp_path, seeds=[0], variants=variants))
     results = read(tmp_path)
     assert [run["variant"] for run in results["runs"]] == ["composed"]
     assert [failure["variant"] for failure in results["failures"]] == ["diverging"]
@@ -211,7 +202,7 @@ def test_errors_of_the_data_stop_the_sweep(tmp_path):
     recipe = sweep_recipe(tmp_path)
     data = replace(recipe.data, source="/no/such/data", split="test")
     with pytest.raises(FileNotFoundError, match="/no/such/data"):
-        run_sweep(replace(recipe, data=data), on_progress=ignore)
+        quiet_sweep(replace(recipe, data=data))
     assert read(tmp_path)["failures"] == []
 
 
@@ -293,11 +284,8 @@ def test_intervals_and_differences_over_seeds(tmp_path, capsys):
         "best": {0: 1.5, 1: 1.8, 2: 1.5},
         "apart": {2: 1.9, 7: 1.7},
     }
-    accuracies = {
-        "none": {0: 0.5, 1: 0.6, 2: 0.5},
-        "worse": {0: 0.4, 1: None, 2: 0.3},
-        "best": {0: 0.7, 1: 0.9, 2: 0.8},
-    }
+    accuracies = {"none": {0: 0.5, 1: 0.6, 2: 0.5}, "worse": {0: 0.4, 1: None, 2: 0.3}}
+    accuracies |= {"best": {0: 0.7, 1: 0.9, 2: 0.8}}
     results = results_of(losses, accuracies)
     table, differences = summarise(results), compare_variants(results, "evaluation_loss")
     assert list(table.index) == [*losses] and list(table["seeds"]) == [3, 3, 3, 2]
@@ -319,10 +307,8 @@ def test_intervals_and_differences_over_seeds(tmp_path, capsys):
     assert "1.6000 (one seed)" in single and "1.6000 ±" in row
     assert "4.953" in row and "10.0" in row and "1 / 1" in row  # perplexity, published, ranks
     compared = [line.partition(" = ")[0] for line in printed if " - none = " in line]
-    better_first = [
-        f"{metric}: {name} - none" for metric in ("evaluation_loss", "piqa acc") for name in ("best", "worse")
-    ]
-    assert compared == better_first
+    pairs = product(("evaluation_loss", "piqa acc"), ("best", "worse"))
+    assert compared == [f"{metric}: {name} - none" for metric, name in pairs]  # the better one first
     plot_sweep(results, tmp_path / "a.svg")
     assert "evaluation_loss" in (tmp_path / "a.svg").read_text()
 

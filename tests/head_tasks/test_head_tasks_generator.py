@@ -60,11 +60,7 @@ def known_words() -> re.Pattern:
 
 
 def template(line: str) -> str:
-    """
-    A line with people and things masked; the same person keeps the same number.
-
-    `is` and `are` before a person's, and articles, follow from the words and are left out.
-    """
+    """A line with people and things masked, and without `is`, `are` and articles, which follow from the words."""
     numbers: dict[str, int] = {}
 
     def mask(match: re.Match) -> str:
@@ -141,9 +137,9 @@ def test_no_set_of_facts_is_in_two_splits():
     lists = tuple(name for name, kind in TASK_KINDS.items() if re.match("different|the-other-ordinal", kind.pattern))
     by_split = []
     for split in SPLITS:
-        documents = generate_documents(300, 1, split) + generate_documents(250, 1, split, kinds=lists)
+        documents = generate_documents(150, 1, split) + generate_documents(150, 1, split, kinds=lists)
         by_split.append(set(map(digest_of, lines_of(documents))))
-    assert min(map(len, by_split)) > 1_200
+    assert min(map(len, by_split)) > 700
     assert all(one.isdisjoint(other) for one, other in itertools.combinations(by_split, 2))
 
 
