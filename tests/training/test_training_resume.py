@@ -117,30 +117,21 @@ def test_a_finished_run_is_left_as_it_is_and_mended(tmp_path, caplog):
 
 
 @pytest.fixture(scope="module")
-def stopped_run(tmp_path_factory):
-    """A run that was stopped after its eleventh step, before that was saved."""
-    folder = tmp_path_factory.mktemp("stopped")
-
-    def stop(step, total, record):
-        if step == 11:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny_recipe(folder, training=EVERY_STEP), on_progress=stop)
-    assert steps_in(folder) == [9, 10]  # the newest two
-    return folder
-
-
-@pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole")
-    train(tiny_recipe(folder, training=EVERY_STEP))
+    """A finished run; beside it `stopped`, what it had written after its eleventh step, before that was saved."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+
+    def copy(step, total, record):
+        if step == 11 and not folder.with_name("stopped").exists():
+            shutil.copytree(folder, folder.with_name("stopped"))
+
+    train(tiny_recipe(folder, training=EVERY_STEP), on_progress=copy)
     return folder
 
 
 @pytest.fixture
-def copied(stopped_run, tmp_path):
-    return shutil.copytree(stopped_run, tmp_path / "run", symlinks=True)
+def copied(whole_run, tmp_path):
+    return shutil.copytree(whole_run.with_name("stopped"), tmp_path / "run", symlinks=True)
 
 
 @pytest.mark.parametrize("where", ["optimizer.pt", "folder", "link"])
@@ -342,7 +333,7 @@ def test_other_data_tokenizers_or_weights_are_refused_and_touched_files_are_not(
     assert train(recipe)["resumed_from"] == 2  # nothing is read
 
 
-def test_settings_that_no_loss_depends_on_may_change_and_others_are_named(stopped_run, tmp_path):
+def test_settings_that_no_loss_depends_on_may_change_and_others_are_named(copied):
     for sections, words in (
         ({"model": {"compose_post": False}}, "model.compose_post is None there and False here"),
         ({"training": {"learning_rate": 1e-3}}, "learning_rate is 0.003 there and 0.001 here"),
@@ -352,13 +343,12 @@ def test_settings_that_no_loss_depends_on_may_change_and_others_are_named(stoppe
         ({"seed": 1}, "seed is 0 there and 1 here"),
     ):
         with pytest.raises(ValueError, match=words):
-            train(tiny_recipe(stopped_run, **merge_recipes({"training": EVERY_STEP}, sections)))
-    assert steps_in(stopped_run) == [9, 10]
-    shutil.copytree(stopped_run, tmp_path / "moved")
-    (tmp_path / "moved" / "recipe.yaml").write_text("name: [")  # is not read
+            train(tiny_recipe(copied, **merge_recipes({"training": EVERY_STEP}, sections)))
+    assert steps_in(copied) == [9, 10]
+    (copied / "recipe.yaml").write_text("name: [")  # is not read
     free = {"per_device_batch_size": 1, "logging_steps": 1, "gradient_checkpointing": True, "keep_checkpoints": 3}
-    recipe = tiny_recipe(tmp_path / "moved", name="other", data={"evaluation": None}, training={**EVERY_STEP, **free})
-    assert train(recipe)["resumed_from"] == 10 and load_recipe(tmp_path / "moved" / "recipe.yaml") == recipe
+    recipe = tiny_recipe(copied, name="other", data={"evaluation": None}, training={**EVERY_STEP, **free})
+    assert train(recipe)["resumed_from"] == 10 and load_recipe(copied / "recipe.yaml") == recipe
 
 
 def test_a_folder_in_use_or_of_another_trainer_is_left_alone(tmp_path):
