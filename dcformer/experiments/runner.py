@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 from rich.progress import TaskProgressColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..common.files import file_lock, read_sealed, seal, write_atomically
 from ..common.processes import count_processes
 from ..common.quiet import quiet_libraries
 from ..common.terminal import make_console, progress_bar
 from ..training import Recipe, fingerprint_inputs, first_difference, resolve_precision, train
-from ..training.summary import count_parameters
 from .sweep_recipe import Run, SweepRecipe, plan_sweep
 from .sweep_report import plot_sweep, print_report
 
@@ -68,19 +68,18 @@ def run_sweep(recipe: Recipe, resume: bool = True, on_progress: OnProgress | Non
     output, chosen = Path(recipe.output), sweep.chosen(runs)
     failures: list[dict[str, Any]] = []
     with file_lock(output / ".lock"), contextlib.ExitStack() as stack:
-        found = ((run.name, _finished(run, sweep)) for run in runs)
-        rows = {name: row for name, row in found if row is not None}
-        waiting = [run for run in chosen if not resume or run.name not in rows]
+        rows = {run.name: _finished(run, sweep) for run in runs}
+        waiting = [run for run in chosen if not resume or rows[run.name] is None]
         report = on_progress or stack.enter_context(_progress(len(waiting)))
         results = _write_results(recipe, runs, rows, failures)
         for run in waiting:
             try:
                 rows[run.name] = _finish(run, sweep, resume, report)
             except FloatingPointError as error:
-                rows.pop(run.name, None)
+                rows[run.name] = None
                 failures.append({"variant": run.variant, "seed": run.seed, "error": str(error)})
             results = _write_results(recipe, runs, rows, failures)
-    if rows:
+    if results["runs"]:
         try:
             plot_sweep(results, output / PLOT)
         except ImportError as error:
@@ -135,6 +134,8 @@ def _finish(run: Run, sweep: SweepRecipe, resume: bool, on_progress: OnProgress)
         (run.folder / RESULT).unlink(missing_ok=True)
     with quiet_libraries(messages=False, datasets=True):
         trained = train(recipe, resume=resume, on_progress=report)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(trained["folder"]))
         scores: dict[str, dict[str, float]] | None = None
         if sweep.tasks:
             from ..eval import evaluate
@@ -147,7 +148,7 @@ def _finish(run: Run, sweep: SweepRecipe, resume: bool, on_progress: OnProgress)
     row = {
         "variant": run.variant,
         "seed": run.seed,
-        "parameters": count_parameters(Path(trained["folder"])),
+        "parameters": model.num_parameters(),
         "training": {
             "steps": trained["steps"],
             "tokens": trained["steps"] * recipe.training.batch_tokens,
@@ -167,13 +168,12 @@ def _finish(run: Run, sweep: SweepRecipe, resume: bool, on_progress: OnProgress)
 
 
 def _write_results(
-    recipe: Recipe, runs: list[Run], rows: dict[str, dict[str, Any]], failures: list[dict[str, Any]]
+    recipe: Recipe, runs: list[Run], rows: dict[str, dict[str, Any] | None], failures: list[dict[str, Any]]
 ) -> dict[str, Any]:
     values = recipe.to_mapping()
     del values["output"]
     variants = [*values["sweep"]["variants"]]
-    by_variant = sorted(runs, key=lambda run: variants.index(run.variant))
-    done = [rows[run.name] for run in by_variant if run.name in rows]
+    done = [rows[run.name] for run in sorted(runs, key=lambda run: variants.index(run.variant)) if rows[run.name]]
     results = {"recipe": values, "runs": done, "failures": failures}
     write_atomically(Path(recipe.output) / RESULTS, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     return results

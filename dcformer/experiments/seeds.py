@@ -40,14 +40,12 @@ def compare_seeds(
     values: Mapping[str, Mapping[int, float]], pairs: Sequence[tuple[str, str]] | None = None
 ) -> list[SeedComparison]:
     """
-    Compare variants by t tests paired by seed, with p-values corrected for the number of comparisons.
+    Compare variants by t tests paired by seed, with p-values corrected for the number of comparisons. ValueError if a
+    pair has fewer than two seeds in common.
 
     Args:
         values: Variant -> seed -> value.
         pairs (*optional*): Which to compare, as (first, second); `None`: every variant with the first.
-
-    Raises:
-        ValueError: if a pair has fewer than two seeds in common.
     """
     names, rows, stats = list(values), [], import_optional("scipy.stats", "A test over seeds", "eval")
     chosen = [(name, names[0]) for name in names[1:]] if pairs is None else list(pairs)

@@ -41,10 +41,8 @@ def summarise(results: Mapping[str, Any]) -> pandas.DataFrame:
 
 def compare_variants(results: Mapping[str, Any], metric: str) -> pandas.DataFrame:
     """
-    Compare variants with the first one by t tests paired by seed, where they have at least two seeds in common.
-
-    Returns:
-        A row per variant: `difference`, `±` (half its 95 % interval) and `p`, corrected by Holm's method.
+    Compare variants with the first one by t tests paired by seed, where they have at least two seeds in common: a row
+    per variant with `difference`, `±` (half its 95 % interval) and `p`, corrected by Holm's method.
     """
     pandas = import_optional("pandas", "A report of a sweep", "train")
     frame = _runs_frame(results).dropna(subset=metric)

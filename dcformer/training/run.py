@@ -75,7 +75,7 @@ def train(
     started, output = time.monotonic(), Path(recipe.output)
     if recipe.training.fsdp and count_processes() == 1:
         raise ValueError("training.fsdp needs several processes; start it with torchrun, or set training.fsdp=false.")
-    arguments = training_arguments(recipe, count_processes())
+    arguments = training_arguments(recipe)
     # Made here, since their packages may be missing; Trainer makes none.
     trackers = [make() for make in get_reporting_integration_callbacks(dict.fromkeys(arguments.report_to))]
     arguments.report_to = []

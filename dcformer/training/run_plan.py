@@ -143,7 +143,7 @@ def measure_run(
     short = replace(recipe.training, batch_tokens=plan.batch_tokens // passes, tokens=None, max_steps=steps)
     with tempfile.TemporaryDirectory() as scratch:
         recipe = replace(recipe, output=scratch, training=replace(short, logging_steps=1))
-        arguments = training_arguments(recipe, plan.processes)
+        arguments = training_arguments(recipe)
         arguments.save_strategy, arguments.eval_strategy, arguments.report_to = "no", "no", []
         trainer = RecipeTrainer(recipe, model, arguments, tokenizer, rows, tests)
         trainer.train()

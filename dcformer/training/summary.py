@@ -35,16 +35,13 @@ def plot_losses(records: Sequence[Mapping[str, Any]], path: str | os.PathLike) -
             draw_grid(axis)
 
 
-def count_parameters(folder: Path) -> int:
-    """The number of parameters of a saved model, whose weights are not read."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).num_parameters()
-
-
 def write_training_card(folder: Path, recipe: Recipe, records: Sequence[Mapping[str, Any]]) -> None:
     """Write the README.md of a trained model, unless there is one that a user has written or edited."""
     if users_card(folder) is not None:
         return
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        parameters = AutoModelForCausalLM.from_config(config).num_parameters()
     training, source, pretrained = recipe.training, recipe.data.source, recipe.model.get("pretrained") or ""
     rows = [
         ("started from", Path(pretrained).name if pretrained else "random weights"),
@@ -56,8 +53,6 @@ def write_training_card(folder: Path, recipe: Recipe, records: Sequence[Mapping[
     last = {key: value for record in records for key, value in record.items()}
     for key, title in (("loss", "last training loss"), ("eval_loss", "last evaluation loss")):
         rows += [(f"{title}, nats per token", f"{last[key]:.4f}")] if key in last else []
-    about: dict[str, Any] = {"parameters": count_parameters(folder), "sections": [("Training", table(("", ""), rows))]}
-    about |= known_origin(find_folder(pretrained), recipe.name)
-    write_atomically(
-        folder / CARD_FILE, write_card(recipe.name, AutoConfig.from_pretrained(folder), dtype="float32", **about)
-    )
+    origin, sections = known_origin(find_folder(pretrained), recipe.name), [("Training", table(("", ""), rows))]
+    card = write_card(recipe.name, config, parameters=parameters, dtype="float32", **origin, sections=sections)
+    write_atomically(folder / CARD_FILE, card)

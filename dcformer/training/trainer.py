@@ -20,6 +20,7 @@ from transformers.integrations import is_tensorboard_available
 from transformers.trainer_callback import PrinterCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import EvalLoopOutput
 
+from ..common.processes import count_processes
 from .data import IGNORED_LABEL, RowOrder, fill_batches
 from .optimizer import build_optimizer
 from .recipe import Recipe
@@ -32,9 +33,8 @@ OnProgress = Callable[[int, int, dict[str, float]], None]
 
 def count_answers(predicted: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """
-    Count the answers, which are runs of labels without a gap, and those that are predicted in all their tokens.
-
-    `predicted` has the most probable tokens, `labels` the right ones or -100: both (batch, tokens).
+    Count the answers, which are runs of labels without a gap, and those that are predicted in all their tokens, from
+    the most probable tokens and the right ones or -100: both (batch, tokens).
     """
     scored = labels != IGNORED_LABEL  # (batch, tokens)
     starts = scored.clone()
@@ -44,15 +44,15 @@ def count_answers(predicted: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return starts.sum(), starts.sum() - wrong.numel()
 
 
-def training_arguments(recipe: Recipe, processes: int) -> TrainingArguments:
-    """Arguments of `transformers.Trainer` for a recipe that runs in so many processes."""
+def training_arguments(recipe: Recipe) -> TrainingArguments:
+    """Arguments of `transformers.Trainer` for a recipe."""
     training = recipe.training
     arguments = TrainingArguments(
         output_dir=str(Path(recipe.output, UNFINISHED)),  # until they are complete
         max_steps=training.steps,
         per_device_train_batch_size=training.per_device_batch_size,
         per_device_eval_batch_size=training.per_device_batch_size,
-        gradient_accumulation_steps=training.accumulation_steps(recipe.data.sequence_length, processes),
+        gradient_accumulation_steps=training.accumulation_steps(recipe.data.sequence_length, count_processes()),
         learning_rate=training.learning_rate,
         # The schedule of the authors' JAX code (`create_learning_rate_schedule` in jax/MaxText/max_utils.py).
         lr_scheduler_type="cosine_with_min_lr",

@@ -1,6 +1,5 @@
 """Recipes: reading, extending, overriding, checking; and the learning rates of one."""
 
-import json
 import math
 
 import pytest
@@ -108,27 +107,23 @@ def test_overrides_replace_values_of_any_depth_and_values_may_refer_to_others(tm
         *(({name: 3}, f"{name} must be a mapping .*, got 3") for name in ("model", "data", "training", "sweep")),
     ],
 )
-def test_a_wrong_key_or_value_is_named(sections, words, write):
+def test_a_wrong_key_or_value_is_named(sections, words):
     with pytest.raises((ValueError, OmegaConfBaseException), match=words):
         tiny_recipe(**{"output": "run", **sections})
-    with pytest.raises((ValueError, OmegaConfBaseException), match=words):
-        load_recipe(write("a.yaml", tiny_mapping("run")), [f"{key}={json.dumps(sections[key])}" for key in sections])
 
 
 @pytest.mark.parametrize(
-    "given, meant",
-    {
-        "max_steps=10": "training.max_steps",
-        "learning_rates=1": "training.learning_rate",
-        "training.sequence_length=8": "data.sequence_length",
-        "hidden_size=8": "model.hidden_size",
-        "model.max_steps=10": "training.max_steps",
-    }.items(),
+    ("given", "words"),
+    [
+        ("max_steps=10", r"max_steps.*training\.max_steps\?$"),
+        ("learning_rates=1", r"learning_rates.*training\.learning_rate\?$"),
+        ("training.sequence_length=8", r"sequence_length.*data\.sequence_length\?$"),
+        ("model.max_steps=10", r"max_steps.*training\.max_steps\?$"),
+        ('sweep="a"', r"sweep must be a mapping .*, got 'a'"),
+    ],
 )
-def test_a_key_of_another_part_of_the_recipe_names_the_right_one(given, meant):
-    with pytest.raises(
-        (ValueError, OmegaConfBaseException), match=rf"{given.split('=')[0].split('.')[-1]}.*{meant}\?$"
-    ):
+def test_a_wrong_override_is_named_with_the_key_of_another_part_that_was_meant(given, words):
+    with pytest.raises((ValueError, OmegaConfBaseException), match=words):
         load_recipe("dcformer++-405m", [given])
 
 
@@ -160,7 +155,7 @@ def test_accumulation_follows_from_the_batch():
 
 def test_the_rates_of_the_authors_405m_run():
     # dcformer_pp_405m.yml: learning_rate_schedule_steps 13500, warmup_steps_fraction 0.01, final fraction 0.1.
-    arguments = training_arguments(tiny_recipe("run", training={"max_steps": 13500}), processes=1)
+    arguments = training_arguments(tiny_recipe("run", training={"max_steps": 13500}))
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     options = {"scheduler_specific_kwargs": arguments.lr_scheduler_kwargs}
     schedule = get_scheduler(
