@@ -53,11 +53,9 @@ def parse_line(line: str) -> tuple[tuple[Fact, ...], str]:
 
 
 def _parse_sentence(sentence: str) -> Fact | None:
-    for template in _SENTENCES:
-        if match := template.fullmatch(sentence):
-            # "Happy Ruth": the capital letter belongs to the sentence.
-            return match["person"], singular(_ADJECTIVES.get(match["thing"], match["thing"]))
-    return None
+    match = next(filter(None, (template.fullmatch(sentence) for template in _SENTENCES)), None)
+    # "Happy Ruth": the capital letter belongs to the sentence.
+    return None if match is None else (match["person"], singular(_ADJECTIVES.get(match["thing"], match["thing"])))
 
 
 def facts_digest(facts: Iterable[Fact]) -> bytes:

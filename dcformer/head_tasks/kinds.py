@@ -41,17 +41,13 @@ class Example:
         return facts_digest(self.facts)
 
 
-# Makes an example with a random generator and the number of a wording.
-Make = Callable[[random.Random, int], Example]
-
-
 @dataclass(frozen=True)
 class TaskKind:
     """A kind of head task."""
 
     pattern: str  # what attention has to look for
     transformation: str  # what it makes of that: `copy` or `source->target`
-    make: Make
+    make: Callable[[random.Random, int], Example]  # with the number of a wording
     subject: str = "persons"  # what the facts are about: `persons` or `lists`
 
 
