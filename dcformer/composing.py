@@ -24,18 +24,7 @@ TIMM_PARTS = {"qkv", "q_norm", "k_norm", "attn_drop", "norm", "gate", "proj", "p
 class DCTimmAttention(nn.Module):
     """`Attention` of timm with composed heads; [`compose_attention`] makes it of one, and keeps all its parts."""
 
-    num_heads: int
-    qkv: nn.Linear
-    q_norm: nn.Module
-    k_norm: nn.Module
-    attn_drop: nn.Dropout
-    norm: nn.Module
-    gate: nn.Linear | None
-    proj: nn.Linear
-    proj_drop: nn.Module
-    compose: ComposeProjection
-
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward(self: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """
         Attend, with the arguments of timm's `Attention.forward`.
 
@@ -134,8 +123,7 @@ def compose_attention(
         kind: Any = DCTimmAttention
         if type(module) is nn.MultiheadAttention:
             kind, settings = DCMultiheadAttention, {"is_causal": False, "sliding_window": None, "identity": identity}
-            vars(module).update(settings)
-            del module._qkv_same_embed_dim  # that of the new class keeps PyTorch from its fused kernel
+            vars(module).update(settings, _qkv_same_embed_dim=False)  # which keeps PyTorch from its fused kernel
         module.__class__ = kind
         module.compose = compose.train(module.training)
     for encoder in model.modules():

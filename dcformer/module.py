@@ -15,9 +15,9 @@ from .dcmha import composed_attention
 from .visibility_dcformer import Visibility
 
 
-class DCMultiheadAttention(nn.Module):
+class DCMultiheadAttention(nn.MultiheadAttention):
     """
-    Multi-head attention with composed heads, a drop-in replacement for `nn.MultiheadAttention`.
+    Multi-head attention with composed heads, a drop-in replacement for `nn.MultiheadAttention` and a subclass of it.
 
     Arguments, masks, shapes and parameter names are torch's: the state of an `nn.MultiheadAttention` loads with
     `strict=False`, and lacks only `compose.*`. [`from_torch`] makes a copy that starts with the same outputs.
@@ -48,9 +48,6 @@ class DCMultiheadAttention(nn.Module):
     ```
     """
 
-    # Where this is true, torch's encoder layers run a fused kernel that would leave the composition out.
-    _qkv_same_embed_dim = False
-
     def __init__(
         self,
         embed_dim: int,
@@ -70,8 +67,6 @@ class DCMultiheadAttention(nn.Module):
         identity: bool = False,
         **composition: Any,
     ):
-        super().__init__()
-        kdim, vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads != 0:
             raise ValueError(
                 f"embed_dim must be a multiple of num_heads, both above 0, got {embed_dim} and {num_heads}."
@@ -85,30 +80,17 @@ class DCMultiheadAttention(nn.Module):
         if unknown := composition.keys() - (names.keys() - {"key_size"}):
             raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {min(unknown)!r}")
         Visibility(1, 1, sliding_window=sliding_window)  # refuses a window that hides every key
-        self.embed_dim, self.kdim, self.vdim = embed_dim, kdim, vdim
-        self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
-        self.bias_k, self.bias_v, self.add_zero_attn = None, None, False
-        self.dropout = dropout
-        self.batch_first = batch_first
-        self.is_causal = is_causal
-        self.sliding_window = sliding_window
-        self.identity = identity
-
-        def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-
-        self.in_proj_weight = self.q_proj_weight = self.k_proj_weight = self.v_proj_weight = self.in_proj_bias = None
-        if kdim == vdim == embed_dim:
-            self.in_proj_weight = parameter(3 * embed_dim, embed_dim)
-        else:
-            self.q_proj_weight = parameter(embed_dim, embed_dim)
-            self.k_proj_weight = parameter(embed_dim, kdim)
-            self.v_proj_weight = parameter(embed_dim, vdim)
-        if bias:
-            self.in_proj_bias = parameter(3 * embed_dim)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
-        self.compose = ComposeProjection(embed_dim, num_heads, key_size=kdim, device=device, dtype=dtype, **composition)
+        options: dict[str, Any] = {"kdim": kdim, "vdim": vdim, "device": device, "dtype": dtype}
+        super().__init__(embed_dim, num_heads, dropout, bias, batch_first=batch_first, **options)
+        self.is_causal, self.sliding_window, self.identity = is_causal, sliding_window, identity
+        self._qkv_same_embed_dim = False  # else torch's encoder layers run a kernel that leaves the composition out
+        self.compose = ComposeProjection(
+            embed_dim, num_heads, key_size=self.kdim, device=device, dtype=dtype, **composition
+        )
         self.reset_parameters()
+
+    def _reset_parameters(self) -> None:
+        """Leave it to `reset_parameters`: torch's constructor calls this before there is a composition."""
 
     def reset_parameters(self) -> None:
         """Initialise the projections as torch does, and the composition as in section 4 of the paper."""
@@ -242,24 +224,17 @@ class DCMultiheadAttention(nn.Module):
             else:
                 dense = padding_mask[:, None, None].expand(batch, 1, queries, keys)
         if attn_mask is not None:
-            pairs = self._pairs(attn_mask, batch, queries, keys)
-            if dense is None:
-                dense = pairs
-            elif pairs.dtype == torch.bool:
-                dense = dense.masked_fill(~pairs, -torch.inf)
+            shared, per_head = (queries, keys), (batch * self.num_heads, queries, keys)
+            if attn_mask.shape not in (shared, per_head):
+                raise ValueError(f"attn_mask must have shape {shared} or {per_head}, got {tuple(attn_mask.shape)}.")
+            pairs = attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask.view(batch, -1, queries, keys)
+            if pairs.dtype != torch.bool:  # (batch or 1, heads or 1, query, key)
+                dense = pairs if dense is None else dense + pairs
             else:
-                dense = dense + pairs
+                dense = ~pairs if dense is None else dense.masked_fill(pairs, -torch.inf)
         is_causal = self.is_causal or (is_causal and attn_mask is None)
         band: dict[str, Any] = {"is_causal": is_causal, "sliding_window": self.sliding_window}
         return Visibility(queries, keys, **band, padding=padding, dense=dense)
-
-    def _pairs(self, attn_mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:
-        """`attn_mask` as (batch or 1, heads or 1, query, key), in which True is visible, or floating point."""
-        shared, per_head = (queries, keys), (batch * self.num_heads, queries, keys)
-        if attn_mask.shape not in (shared, per_head):
-            raise ValueError(f"attn_mask must have shape {shared} or {per_head}, got {tuple(attn_mask.shape)}.")
-        pairs = attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask.view(batch, self.num_heads, queries, keys)
-        return ~pairs if pairs.dtype == torch.bool else pairs
 
 
 __all__ = ["DCMultiheadAttention"]

@@ -227,7 +227,7 @@ def test_it_comes_before_wrapping_for_several_processes():
 
 
 def test_a_composed_model_is_exported_for_every_batch():
-    model = strengthen(compose_attention(encoder(1))).eval()
-    exported = torch.export.export(model, (X,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    model = strengthen(compose_attention(attention())).eval()
+    exported = torch.export.export(model, (X, X, X), dynamic_shapes=({0: torch.export.Dim("batch")},) * 3)
     x = normal(5, LENGTH, WIDTH, seed=2)
-    assert_close(exported.module()(x), model(x), **CLOSE)
+    assert_close(exported.module()(x, x, x), model(x, x, x), **CLOSE)

@@ -227,7 +227,7 @@ def test_arguments_are_torchs_in_its_order():
             DCMultiheadAttention.from_torch(torch_module(**{added: True}))
     copied = DCMultiheadAttention.from_torch(torch_module(dropout=0.5, dtype=torch.bfloat16).eval())
     assert {parameter.dtype for parameter in copied.parameters()} == {torch.bfloat16}
-    assert (copied.training, copied.dropout) == (False, 0.5)
+    assert (copied.training, copied.dropout, isinstance(copied, nn.MultiheadAttention)) == (False, 0.5, True)
     with pytest.raises(TypeError, match=r"DCMultiheadAttention\(\) got an unexpected keyword argument 'key_size'"):
         DCMultiheadAttention(WIDTH, HEADS, key_size=24)
 
