@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.masking_utils import create_bidirectional_mask
-from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.vit.configuration_vit import ViTConfig
 from transformers.models.vit.modeling_vit import (
@@ -28,7 +28,7 @@ from transformers.models.vit.modeling_vit import (
     ViTPreTrainedModel,
 )
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils import TransformersKwargs
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -247,48 +247,20 @@ class DCViTModel(DCViTPreTrainedModel):
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
 
 
-class DCViTForImageClassification(DCViTPreTrainedModel):
-    """DCViT with a linear classifier over the class token."""
+class DCViTForImageClassification(DCViTPreTrainedModel, ViTForImageClassification):
+    """
+    DCViT with a linear classifier over the class token. Arguments of `forward` as those of `ViTForImageClassification`,
+    and `attention_mask` as in [`DCViTModel.forward`].
+    """
 
     _vit_class = ViTForImageClassification
 
     def __init__(self, config: DCViTConfig):
-        super().__init__(config)
+        PreTrainedModel.__init__(self, config)  # without the ViT that the other base class would make
         self.num_labels = config.num_labels
         self.vit = DCViTModel(config, add_pooling_layer=False)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels > 0 else nn.Identity()
         self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        pixel_values: Tensor,
-        labels: Tensor | None = None,
-        interpolate_pos_encoding: bool | None = None,
-        attention_mask: Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> ImageClassifierOutput:
-        """
-        Compute logits; the other arguments are those of [`DCViTModel.forward`].
-
-        Args:
-            labels (`Tensor`, *optional*): (batch,) class ids; with `num_labels=1` regression targets, with
-                `problem_type="multi_label_classification"` (batch, labels) of 0.0 and 1.0.
-
-        Returns:
-            `ImageClassifierOutput`: logits (batch, labels), and with labels the loss.
-        """
-        outputs = self.vit(
-            pixel_values,
-            interpolate_pos_encoding=interpolate_pos_encoding,
-            attention_mask=attention_mask,
-            **kwargs,
-        )
-        logits = self.classifier(outputs.last_hidden_state[:, 0])
-        loss = None if labels is None else self.loss_function(labels, logits, self.config, **kwargs)
-        return ImageClassifierOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
 
 
 __all__ = ["DCViTConfig", "DCViTForImageClassification", "DCViTModel", "DCViTPreTrainedModel"]
