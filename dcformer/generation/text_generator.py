@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, TextIteratorStreamer
+from transformers import TextIteratorStreamer
 
 from ..common.contexts import encode_context, refuse_surrogates
 from ..loading import LoadedModel
@@ -67,16 +67,29 @@ class TextGenerator:
         **options: Any,
     ):
         self.loaded, self.options = loaded, _sampling_options(options)
-        self.config = _merged(loaded.model.generation_config, self.options, loaded.name)
-        self.stop_strings = _stop_strings(stop_strings, self.config)
+        self.config = copy.deepcopy(loaded.model.generation_config)
+        self.config.update(**self.options)
+        for field, value in _OTHER_SEQUENCES.items():
+            if (asked := getattr(self.config, field)) not in (None, value):
+                raise ValueError(
+                    f"{field}={asked!r}, an option or in generation_config.json of {loaded.name!r}, is not supported: "
+                    f"a prompt is continued, by one answer; set it to {value}."
+                )
+        strings = stop_strings or self.config.stop_strings or ()
+        self.stop_strings = (strings,) if isinstance(strings, str) else tuple(strings)
+        if "" in self.stop_strings:
+            raise ValueError("stop_strings holds an empty string, which ends every text; leave it out.")
         self.drafts = self.config.get_generation_mode(assistant and assistant.model) == "assisted_generation"
         self._warn: Callable[[str], Any] | None = warn
-        self._eos = _eos_token_ids(self.config, loaded.tokenizer)
+        eos, vocab_size = self.config.eos_token_id, loaded.model.config.get_text_config().vocab_size
+        eos = loaded.tokenizer.eos_token_id if eos is None else eos
+        self._eos = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        self._context: int = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None) or 0
         if assistant is not None:
             if (beams := self.config.num_beams or 1) > 1:  # Transformers would silently not use it
                 raise ValueError(f"assistant={assistant.name!r} drafts for num_beams=1, got {beams}; leave it out.")
             self.options["assistant_model"] = assistant.model
-            if assistant.model.config.get_text_config().vocab_size != loaded.model.config.get_text_config().vocab_size:
+            if assistant.model.config.get_text_config().vocab_size != vocab_size:
                 self.options |= {"tokenizer": loaded.tokenizer, "assistant_tokenizer": assistant.tokenizer}
 
     def encode(
@@ -154,11 +167,10 @@ class TextGenerator:
         # Padded with a token of the prompt's own: the mask hides it from the model, but not from penalties.
         ids = torch.tensor([[row[0]] * (length - len(row)) + list(row) for row in prompts])  # (batch, length)
         mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in prompts])
-        limits = [_new_tokens(self.config, model.config, len(row)) for row in prompts]
-        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        read, new = length, _new_tokens(self.config, model.config, length)
-        if self._warn is not None and context is not None and read + new > context:
-            self._warn(f"{read} tokens and {new} new ones exceed the {context} that the model was made for.")
+        limits = [self._most_new_tokens(len(row)) for row in prompts]
+        new = self._most_new_tokens(length)
+        if self._warn is not None and self._context and length + new > self._context:
+            self._warn(f"{length} tokens and {new} new ones exceed the {self._context} that the model was made for.")
             self._warn = None
         # Tokens have at least one byte; the first ones of a decoded slice may give other characters than in their text.
         seen = max((len(string.encode()) for string in self.stop_strings), default=0) + 4
@@ -191,27 +203,16 @@ class TextGenerator:
             answers.append(Generated(new, text, [*prompt, *new]))
         return answers
 
-
-def _merged(config: GenerationConfig, options: dict[str, Any], name: str) -> GenerationConfig:
-    """A model's generation_config.json with options; ValueError if a prompt would not have one answer."""
-    config = copy.deepcopy(config)
-    config.update(**options)
-    for field, value in _OTHER_SEQUENCES.items():
-        if (asked := getattr(config, field)) not in (None, value):
-            raise ValueError(
-                f"{field}={asked!r}, an option or in generation_config.json of {name!r}, is not supported: a prompt is "
-                f"continued, by one answer; set it to {value}."
-            )
-    return config
-
-
-def _stop_strings(given: Sequence[str], config: GenerationConfig) -> tuple[str, ...]:
-    """The strings given, else those of generation_config.json, one or several; ValueError if one is empty."""
-    strings = given or config.stop_strings or ()
-    strings = (strings,) if isinstance(strings, str) else tuple(strings)
-    if "" in strings:
-        raise ValueError("stop_strings holds an empty string, which ends every text; leave it out.")
-    return strings
+    def _most_new_tokens(self, length: int) -> int:
+        """Maximum of new tokens after a prompt; ValueError if `max_length`, which includes the prompt, leaves none."""
+        most: int | None = self.config.max_length
+        if self.config.max_new_tokens is not None:
+            return int(self.config.max_new_tokens)
+        if most is None:
+            return min(_NEW_TOKENS, self._context - length) if length < self._context else _NEW_TOKENS
+        if length >= most:
+            raise ValueError(f"max_length={most} includes the prompt, which has {length} tokens; give max_new_tokens.")
+        return most - length
 
 
 def _sampling_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -239,26 +240,6 @@ def _fitting_group_size(model: Any, cache_config: dict[str, Any]) -> int:
         rows = [1]
     numbers = heads * math.gcd(*rows)
     return next(size for size in range(cache_config.get("q_group_size") or 64, 0, -1) if numbers % size == 0)
-
-
-def _eos_token_ids(config: Any, tokenizer: Any) -> list[int]:
-    """Ids that end a text: those of generation_config.json, else the tokenizer's."""
-    ids = config.eos_token_id if config.eos_token_id is not None else tokenizer.eos_token_id
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-
-
-def _new_tokens(config: Any, model_config: Any, length: int) -> int:
-    """Maximum of new tokens after a prompt; ValueError if `max_length`, which includes the prompt, leaves none."""
-    new: int | None = config.max_new_tokens
-    most: int | None = config.max_length
-    if new is not None:
-        return new
-    if most is None:
-        left: int = getattr(model_config.get_text_config(), "max_position_embeddings", 0) - length
-        return min(_NEW_TOKENS, left) if left > 0 else _NEW_TOKENS
-    if length >= most:
-        raise ValueError(f"max_length={most} includes the prompt, which has {length} tokens; give max_new_tokens.")
-    return most - length
 
 
 def text_before(strings: Sequence[str], pieces: Iterable[str]) -> Iterator[str]:

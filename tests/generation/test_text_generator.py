@@ -72,8 +72,11 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("place", ["argument", "configuration", "object"])
-@pytest.mark.parametrize("options", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [(options, "argument") for options in BATCHES.values()]
+    + [(BATCHES[name], place) for name in ("limit of beams", "scores") for place in ("configuration", "object")],
+)
 def test_a_padded_batch_writes_what_single_prompts_do(loaded, options, place, monkeypatch):
     texts = ["Paris " * 50, "Paris", "Who likes Mumbai, Ruth has Paris"][1 if "max_length" in options else 0 :]
     prompts = [TextGenerator(loaded).encode(text)[1:] for text in texts]  # without the token 0 that begins texts
