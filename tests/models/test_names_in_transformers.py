@@ -7,9 +7,7 @@ import types
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
-from tiny_models import random_tokens, tiny_config, tiny_model
-from transformers import Trainer, TrainingArguments
+from tiny_models import random_tokens, tiny_config
 from transformers.cli.serving import model_manager
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.modelcard import TASK_MAPPING
@@ -37,7 +35,7 @@ TASKS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_auto_class_and_the_table_of_its_task_have_every_public_model(name):
-    """Trainer's model cards, pipelines and lm-eval read the table."""
+    """Trainer (label smoothing, model cards), pipelines and lm-eval read the table."""
     family, ending = re.fullmatch("(DCFormer|DCPythia|DCViT)(Model|For.+)", name).groups()
     auto_class = getattr(transformers, f"AutoModel{ending.removeprefix('Model')}")
     assert auto_class._model_mapping[getattr(dcformer, f"{family}Config")] is getattr(dcformer, name)
@@ -83,31 +81,6 @@ def test_a_head_needs_no_registered_configuration():
     head = DCFormerForTokenClassification(config)
     assert type(head.model) is DCFormerModel and head.dropout.p == 0
     assert type(config) not in transformers.AutoModel._model_mapping
-
-
-def smoothed_loss(model, tokens, labels, folder):
-    """What Trainer optimises with `label_smoothing_factor=0.1`."""
-    arguments = TrainingArguments(folder, label_smoothing_factor=0.1, report_to=[], use_cpu=True)
-    return Trainer(model, arguments).compute_loss(model.eval(), {"input_ids": tokens, "labels": labels.clone()})
-
-
-def smoothed(logits, labels):
-    """Szegedy et al. (2016): a tenth of the probability of the target goes to all classes alike."""
-    shares = 0.9 * torch.nn.functional.one_hot(labels, logits.shape[-1]) + 0.1 / logits.shape[-1]
-    return -(shares * logits.log_softmax(-1)).sum(-1).mean()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("variant", ["dcformer", "dcpythia", "plain_gated_transformer"])
-def test_label_smoothing_predicts_the_next_token_and_leaves_labels_of_classifiers_where_they_are(variant, tmp_path):
-    model, tokens = tiny_model(variant), random_tokens(2, 12)
-    expected = smoothed(model(tokens).logits[:, :-1], tokens[:, 1:])
-    torch.testing.assert_close(smoothed_loss(model, tokens, tokens, tmp_path), expected)
-    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM"))  # starts with the same outputs
-    torch.testing.assert_close(smoothed_loss(adapted, tokens, tokens, tmp_path), expected)
-    classifier = HEADS["token"].from_config(tiny_config(variant, num_labels=5)).eval()
-    expected = smoothed(classifier(tokens).logits, tokens % 5)
-    torch.testing.assert_close(smoothed_loss(classifier, tokens, tokens % 5, tmp_path), expected)
 
 
 def test_the_server_of_transformers_loads_a_model(monkeypatch):

@@ -10,6 +10,10 @@ from transformers.integrations.executorch import convert_and_export_with_cache
 from dcformer import DCFormerForCausalLM, DCFormerForSequenceClassification
 
 
+# torch 2.10 exports no key/value heads that are shared, nor those of Llama.
+GROUPED = "dcformer" if TorchVersion(torch.__version__) < "2.11" else "grouped_query_attention"
+
+
 def largest_difference(actual, expected):
     return (actual - expected).abs().max().item()
 
@@ -24,13 +28,11 @@ def padded(batch, length, label_shape):
 
 
 @pytest.mark.parametrize(
-    ("model_class", "label_shape", "layers"), [(DCFormerForCausalLM, 2, 2), (DCFormerForSequenceClassification, 1, 1)]
+    ("model_class", "variant", "label_shape"),
+    [(DCFormerForCausalLM, GROUPED, 2), (DCFormerForSequenceClassification, "plain_gated_transformer", 1)],
 )
-def test_exported_once_it_is_right_at_every_length_batch_and_padding_in_any_runtime(model_class, label_shape, layers):
-    # torch 2.10 exports no key/value heads that are shared, nor those of Llama.
-    variant = "dcformer" if TorchVersion(torch.__version__) < "2.11" else "grouped_query_attention"
-    config = tiny_config(variant, num_hidden_layers=layers, pad_token_id=0)
-    model = strengthened(model_class(config))
+def test_exported_once_it_is_right_at_every_length_batch_and_padding_in_any_runtime(model_class, variant, label_shape):
+    model = strengthened(model_class(tiny_config(variant, num_hidden_layers=label_shape, pad_token_id=0)))
     batch, length = torch.export.Dim("batch", min=1, max=8), torch.export.Dim("length", min=2, max=64)
     free = {0: batch, 1: length}
     shapes = {"input_ids": free, "attention_mask": free, "use_cache": None}
@@ -44,9 +46,11 @@ def test_exported_once_it_is_right_at_every_length_batch_and_padding_in_any_runt
         assert abs(actual.loss - expected.loss) < 1e-5
 
 
-@pytest.mark.parametrize("variant", ["grouped_query_attention", "pre_only"])
-def test_the_static_cache_of_an_exported_program_holds_the_key_wise_weights(variant, length=16):
-    model = tiny_model(variant)
+@pytest.mark.parametrize(
+    "variant, kind", [("grouped_query_attention", "full_attention"), ("pre_only", "sliding_attention")]
+)
+def test_the_static_cache_of_an_exported_program_holds_the_key_wise_weights(variant, kind, length=16):
+    model = tiny_model(variant, num_hidden_layers=1, layer_types=[kind])
     cache = {"batch_size": 1, "max_cache_len": length, "device": "cpu"}
     model.generation_config = GenerationConfig(use_cache=True, cache_implementation="static", cache_config=cache)
     step = convert_and_export_with_cache(model, strict=False).module()
