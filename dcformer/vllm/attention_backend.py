@@ -109,46 +109,44 @@ class ComposedAttentionMetadata(AttentionMetadata):
 
     def _padded(self, sequences: list[int], spans: list[int], window: int | None, cache: Tensor) -> PaddedBatch:
         """Queries and keys aligned at their last, as in a left-padded batch of `generate`."""
-        queries, keys = max(self.query_lengths[i] for i in sequences), max(spans[i] for i in sequences)
+        lengths, key_lengths = [self.query_lengths[i] for i in sequences], [spans[i] for i in sequences]
+        queries, keys = max(lengths), max(key_lengths)
         stops = list(itertools.accumulate(self.query_lengths))
-        tokens: list[int] = []
-        real: list[int] = []
-        for number, i in enumerate(sequences, start=1):
-            length = self.query_lengths[i]
-            tokens += [stops[i] - min(back, length) for back in range(queries, 0, -1)]
-            real += range(number * queries - length, number * queries)
-        ends, lengths = (self._tensor([values[i] for i in sequences]) for values in (self.sequence_lengths, spans))
-        back = torch.arange(keys, 0, -1, device=ends.device)
-        padding = None if min(spans[i] for i in sequences) == keys else back <= lengths[:, None]  # (sequences, keys)
-        mask = Visibility(queries, keys, sliding_window=window, padding=padding)
-        heads, block_size = cache.shape[1:3]
+        tokens, are_real = _aligned(torch.tensor([stops[i] for i in sequences]), torch.tensor(lengths), queries)
+        ends, spanned = self._moved([self.sequence_lengths[i] for i in sequences]), self._moved(key_lengths)
         # Padding repeats a key of the sequence: what is hidden must still be a number.
-        positions = ends[:, None] - torch.minimum(back, lengths[:, None])
-        table = self.block_table[self._tensor(sequences)]
+        positions, are_keys = _aligned(ends, spanned, keys)
+        mask = Visibility(queries, keys, sliding_window=window, padding=None if min(key_lengths) == keys else are_keys)
+        heads, block_size = cache.shape[1:3]
+        table = self.block_table[self._moved(sequences)]
         blocks = table.long().gather(1, positions // block_size)
         rows = blocks[:, None] * heads + torch.arange(heads, device=ends.device)[:, None]
         rows = rows * block_size + (positions % block_size)[:, None]
-        return PaddedBatch(queries, self._tensor(tokens), self._tensor(real), mask, rows, table, ends)
+        tokens, real = self._moved(tokens.flatten()), self._moved(are_real.flatten().nonzero().flatten())
+        return PaddedBatch(queries, tokens, real, mask, rows, table, ends)
 
-    def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values).to(self.block_table.device, non_blocking=True)
+    def _moved(self, values: list[int] | Tensor) -> Tensor:
+        return torch.as_tensor(values).to(self.block_table.device, non_blocking=True)
+
+
+def _aligned(ends: Tensor, lengths: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The last indices (sequences, width) before these ends, where padding repeats the first, and which are none."""
+    back = torch.arange(width, 0, -1, device=ends.device)
+    return ends[:, None] - torch.minimum(back, lengths[:, None]), back <= lengths[:, None]
 
 
 def batches_of_similar_length(query_lengths: Sequence[int], key_lengths: Sequence[int]) -> list[list[int]]:
     """Indices of the sequences to pad to one length, batch by batch; sequences without queries are left out."""
-    longest_first = sorted(
-        (i for i, queries in enumerate(query_lengths) if queries > 0),
-        key=lambda i: (query_lengths[i], key_lengths[i]),
-        reverse=True,
-    )
+    longest_first = sorted(range(len(key_lengths)), key=lambda i: (query_lengths[i], key_lengths[i]), reverse=True)
     batches: list[list[int]] = []
     queries = keys = 0
     for i in longest_first:
+        if query_lengths[i] == 0:
+            break
         if batches:
             size, longest = len(batches[-1]), max(keys, key_lengths[i])
-            together = (size + 1) * queries * longest
             apart = size * queries * keys + query_lengths[i] * key_lengths[i] + _COST_OF_A_BATCH
-            if together <= apart:
+            if (size + 1) * queries * longest <= apart:
                 batches[-1].append(i)
                 keys = longest
                 continue
@@ -172,12 +170,14 @@ class ComposedAttentionMetadataBuilder(AttentionMetadataBuilder[ComposedAttentio
         # Without speculative decoding the bound is the length, without waiting for the device.
         lengths = None if self.speculates else common.seq_lens_cpu_upper_bound
         lengths = common.seq_lens.cpu() if lengths is None else lengths
+        slots = common.slot_mapping[: starts[-1]]
+        if self.speculates:  # rejected tokens have none, -1: they go to the first, which belongs to no sequence
+            slots = slots.clamp(min=0)
         return ComposedAttentionMetadata(
             query_lengths=[stop - start for start, stop in itertools.pairwise(starts)],
             sequence_lengths=lengths[: common.num_reqs].tolist(),
             block_table=common.block_table_tensor,
-            # Rejected tokens have none, -1: they go to the first, which belongs to no sequence.
-            slot_mapping=common.slot_mapping[: starts[-1]].clamp(min=0),
+            slot_mapping=slots,
         )
 
 
@@ -189,31 +189,24 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         num_heads: int,
         head_size: int,
         scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = "decoder",
-        kv_sharing_target_layer_name: str | None = None,
-        *,
+        num_kv_heads: int,
+        alibi_slopes: Any,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        *unused: Any,  # which vLLM passes to every backend
         head_dim: int,
         compose: ComposeProjection,
     ):
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = scale
-        self.num_kv_heads = num_kv_heads or num_heads
-        self.sliding_window = sliding_window
-        self.kv_cache_dtype = kv_cache_dtype
-        self.head_dim = head_dim
+        self.num_heads, self.num_kv_heads, self.head_size, self.head_dim = num_heads, num_kv_heads, head_size, head_dim
+        self.scale, self.sliding_window, self.kv_cache_dtype = scale, sliding_window, kv_cache_dtype
         self.compose = compose
-        self.query_channels = query_factor_channels(compose)
-        channels = factor_channels(compose) if 1 in compose.sides else 0
-        self.like_a_key, self.like_a_row = (
-            ComposeSide(factors=torch.empty(1, 1, 0, width)) if channels > 0 else None
-            for width in (channels, self.num_heads // self.num_kv_heads * channels)
-        )
+        # The factors of a query or a key in one stage: w1 and w2 of every rank, and the gate.
+        self.channels = (compose.hidden_weight is not None) * 2 * compose.rank + (compose.gate_weight is not None)
+        self.slots = compose.slots if self.channels > 0 else []
+        self.like = {
+            heads: ComposeSide(factors=torch.empty(1, 1, 0, num_heads // heads * self.channels))
+            for heads in (num_heads, num_kv_heads)
+        }  # heads that factors are of -> what `unpack` takes their number from
         self._chosen: dict[int, bool] = {}  # number of queries -> whether the operator would choose its Triton kernels
 
     def forward(
@@ -260,18 +253,17 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         Query, key and value (sequences, heads, length, head_dim), and the compose weights stored beside them; with
         `in_blocks` key-wise factors stay as they are cached, those of all query heads of a key/value head in one row.
         """
-        query, *query_factors = query.split([self.head_dim, *self.query_channels], dim=-1)
-        states = [cached[..., :key_width], cached[..., key_width:]]
-        stages: list[ComposeWeights | None] = [None, None]
-        like, heads = (self.like_a_row, self.num_kv_heads) if in_blocks else (self.like_a_key, self.num_heads)
-        for stage in (0, 1):
-            is_composed = stage in self.compose.stages
-            states[stage], key_wise = unpack(states[stage], self.head_dim, like if is_composed else None, heads)
-            if is_composed:
-                query_wise = ComposeSide(factors=query_factors[stage]) if self.query_channels[stage] > 0 else None
-                static = None if self.compose.static_weight is None else self.compose.static_weight[stage]
-                stages[stage] = ComposeWeights(query_wise, key_wise, static, self.compose.groups)
-        return query, states[0], states[1], stages[0], stages[1]
+        query_slots = [slot for slot in self.slots if slot % 2 == 0]
+        query, *query_factors = query.split([self.head_dim, *[self.channels] * len(query_slots)], dim=-1)
+        factors, states = dict(zip(query_slots, query_factors)), []
+        heads = self.num_kv_heads if in_blocks else self.num_heads
+        for slot, rows in (1, cached[..., :key_width]), (3, cached[..., key_width:]):
+            values, side = unpack(rows, self.head_dim, self.like[heads] if slot in self.slots else None, heads)
+            states.append(values)
+            if side is not None:
+                factors[slot] = side.factors
+        pre, post = self.compose.weights_of(factors)
+        return query, states[0], states[1], pre, post
 
     def _reads_blocks(self, query: Tensor, cache: Tensor, key_width: int, batch: PaddedBatch) -> bool:
         """True if the Triton kernels of decoding take these queries."""
@@ -291,17 +283,6 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         operands = self._operands(query, cache, key_width, in_blocks=True)
         call = Call.of(AttentionInputs(*operands, self.scale, mask))
         return decode_op(*call, key_lengths=batch.lengths, block_table=batch.block_table)
-
-
-def factor_channels(compose: ComposeProjection) -> int:
-    """Channels of the query-wise or key-wise factors of one stage: w1 and w2 of every rank, and the gate."""
-    return (compose.hidden_weight is not None) * 2 * compose.rank + (compose.gate_weight is not None)
-
-
-def query_factor_channels(compose: ComposeProjection) -> list[int]:
-    """Channels of the query-wise factors before and after the softmax; 0 where there are none."""
-    is_composed = [0 in compose.sides and stage in compose.stages for stage in (0, 1)]
-    return [factor_channels(compose) * composed for composed in is_composed]
 
 
 class ComposedAttention(Attention):

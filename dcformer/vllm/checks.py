@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,8 @@ class ModelChecks(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
         """Raise ValueError for the first option that a DCFormer or DCPythia cannot follow."""
-        for is_refused, reason in _refusals(vllm_config.model_config.hf_config, vllm_config):
-            if is_refused:
-                raise ValueError(reason)
+        for reason in _refusals(vllm_config.model_config.hf_config, vllm_config):
+            raise ValueError(reason)
         if vllm_config.speculative_config is not None and vllm_config.speculative_config.uses_draft_model():
             # vLLM has one group of blocks for all layers of a draft model, so those behind a window stay.
             vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = True
@@ -53,55 +52,41 @@ class ModelChecks(VerifyAndUpdateConfig):
             compilation.mode, compilation.backend = CompilationMode.DYNAMO_TRACE_ONCE, "eager"
 
 
-def _refusals(config: Any, vllm_config: Any) -> list[tuple[bool, str]]:
+def _refusals(config: Any, vllm_config: Any) -> Iterator[str]:
     parallel, cache_dtype = vllm_config.parallel_config, vllm_config.cache_config.cache_dtype
     backend = vllm_config.attention_config.backend
     ranks, stages, layers = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, config.num_hidden_layers
-    bounds = [get_pp_indices(layers, stage, stages) for stage in range(stages)]
     method = vllm_config.speculative_config and vllm_config.speculative_config.method
     rope_type = (config.rope_parameters or {}).get("rope_type", "default")
-    by_length = config.position_embedding_type == "rope" and rope_type in _ROPE_TYPES_BY_LENGTH
-    context_ranks = {
-        name: getattr(parallel, name) for name in ("prefill_context_parallel_size", "decode_context_parallel_size")
-    }
-    of_any_model = [
-        (
-            any(start >= stop for start, stop in bounds),
-            f"pipeline_parallel_size={stages} leaves a stage without layers: the model has {layers}.",
-        ),
-        (
-            method in _METHODS_BY_STATES,
-            f"speculative_config with method={method!r} is not supported; use 'ngram' or 'draft_model'.",
-        ),
-        (
-            method is not None and stages > 1,
-            f"speculative_config is not supported with pipeline_parallel_size={stages}; leave out one of them.",
-        ),
-        (
-            bool((config.mlp_gate_dim or 0) % ranks),
-            f"tensor_parallel_size={ranks} must divide mlp_gate_dim={config.mlp_gate_dim}; choose another size.",
-        ),
-        (
-            vllm_config.lora_config is not None and stages > 1 and current_platform.is_cpu(),
-            f"enable_lora is not supported with pipeline_parallel_size={stages} on CPUs; leave out one of them.",
-        ),
-        (not getattr(config, "is_causal", True), "is_causal=False is not supported; leave it out of config.json."),
-        (by_length, f"rope_type={rope_type!r} depends on the length of a sequence; use another type, or generate()."),
-    ]
-    of_composed_heads = [
-        (backend is not None, f"attention_backend={backend} cannot compose attention heads; leave it out."),
-        (
-            cache_dtype not in _CACHE_DTYPES,
-            f"kv_cache_dtype={cache_dtype!r} would quantise the factors of composition too; use 'auto'.",
-        ),
-        (
-            config.compose_layers is not None,
-            f"compose_layers={config.compose_layers} is not supported; use generate().",
-        ),
-        (vllm_config.kv_transfer_config is not None, "kv_transfer_config is not supported with composed attention."),
-        *((size > 1, f"{name}={size} would part the heads' scores; use 1.") for name, size in context_ranks.items()),
-    ]
-    return [*of_any_model, *(of_composed_heads if config.composes_heads else [])]
+    beside_stages = f"is not supported with pipeline_parallel_size={stages}"
+    bounds = [get_pp_indices(layers, stage, stages) for stage in range(stages)]
+    if any(start >= stop for start, stop in bounds):
+        yield f"pipeline_parallel_size={stages} leaves a stage without layers: the model has {layers}."
+    if method in _METHODS_BY_STATES:
+        yield f"speculative_config with method={method!r} is not supported; use 'ngram' or 'draft_model'."
+    if method is not None and stages > 1:
+        yield f"speculative_config {beside_stages}; leave out one of them."
+    if (config.mlp_gate_dim or 0) % ranks:
+        yield f"tensor_parallel_size={ranks} must divide mlp_gate_dim={config.mlp_gate_dim}; choose another size."
+    if vllm_config.lora_config is not None and stages > 1 and current_platform.is_cpu():
+        yield f"enable_lora {beside_stages} on CPUs; leave out one of them."
+    if not getattr(config, "is_causal", True):
+        yield "is_causal=False is not supported; leave it out of config.json."
+    if config.position_embedding_type == "rope" and rope_type in _ROPE_TYPES_BY_LENGTH:
+        yield f"rope_type={rope_type!r} depends on the length of a sequence; use another type, or generate()."
+    if not config.composes_heads:
+        return
+    if backend is not None:
+        yield f"attention_backend={backend} cannot compose attention heads; leave it out."
+    if cache_dtype not in _CACHE_DTYPES:
+        yield f"kv_cache_dtype={cache_dtype!r} would quantise the factors of composition too; use 'auto'."
+    if config.compose_layers is not None:
+        yield f"compose_layers={config.compose_layers} is not supported; use generate()."
+    if vllm_config.kv_transfer_config is not None:
+        yield "kv_transfer_config is not supported with composed attention."
+    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
+        if (size := getattr(parallel, name)) > 1:
+            yield f"{name}={size} would part the heads' scores; use 1."
 
 
 class CheckedRenderer(HfRenderer):
@@ -127,32 +112,40 @@ class CheckedRenderer(HfRenderer):
         layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         return {name: layer for name, layer in layers.items() if name != "lm_head"}
 
+    @functools.cached_property
+    def checked_adapters(self) -> set[tuple[Any, ...]]:
+        """Paths of adapters that fit, with the sizes and times of their files."""
+        return set()
+
     def check_adapter(self, path: str, lora_config: Any) -> None:
         """Raise VLLMValidationError for an adapter of which vLLM would leave out or misplace a weight."""
         try:
             folder = Path(_adapter_folder(path))
-            helper = PEFTHelper.from_local_dir(str(folder), None)
-            helper.validate_legal(lora_config)
-            with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
-                shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            if not shapes:
-                raise ValueError("it holds no weights.")
-            for name in shapes:
-                self._check_adapted(name, shapes, helper)
+            stats = [(folder / name).stat() for name in ("adapter_config.json", "adapter_model.safetensors")]
+            version = (path, *(number for stat in stats for number in (stat.st_size, stat.st_mtime_ns)))
+            if version not in self.checked_adapters:
+                self._check_weights(folder, lora_config)
+                self.checked_adapters.add(version)
         except (AttributeError, OSError, TypeError, ValueError, SafetensorError) as error:
             message = f"Adapter {path!r} cannot be served: {error}"
             raise VLLMValidationError(message, parameter="lora_request") from error
 
-    def _check_adapted(self, name: str, shapes: dict[str, tuple[int, ...]], helper: PEFTHelper) -> None:
-        layer = _ADAPTED.sub(r"\1", name)
-        if layer not in self.linear_layers:
-            what = "changes the composition" if ".compose" in name else "is not of a linear layer of this model"
-            raise ValueError(f"{name} {what}; serve what merge_and_unload() gives.")
-        linear, (rank, _) = self.linear_layers[layer], helper.get_rank_and_scaling(layer)
-        for part, fits in ("A", (rank, linear.in_features)), ("B", (linear.out_features, rank)):
-            name = f"base_model.model.{layer}.lora_{part}.weight"
-            if (shape := shapes.get(name)) != fits:
-                raise ValueError(f"{name} has shape {shape}, not {fits}; it was made for another model.")
+    def _check_weights(self, folder: Path, lora_config: Any) -> None:
+        helper = PEFTHelper.from_local_dir(str(folder), None)
+        helper.validate_legal(lora_config)
+        with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        if not shapes:
+            raise ValueError("it holds no weights.")
+        for layer, name in {_ADAPTED.sub(r"\1", name): name for name in shapes}.items():
+            if layer not in self.linear_layers:
+                what = "changes the composition" if ".compose" in name else "is not of a linear layer of this model"
+                raise ValueError(f"{name} {what}; serve what merge_and_unload() gives.")
+            linear, (rank, _) = self.linear_layers[layer], helper.get_rank_and_scaling(layer)
+            for part, fits in ("A", (rank, linear.in_features)), ("B", (linear.out_features, rank)):
+                name = f"base_model.model.{layer}.lora_{part}.weight"
+                if (shape := shapes.get(name)) != fits:
+                    raise ValueError(f"{name} has shape {shape}, not {fits}; it was made for another model.")
 
 
 _ADAPTED = re.compile(r"^base_model\.model\.(.*)\.lora_[AB]\.weight$")

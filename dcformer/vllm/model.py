@@ -74,10 +74,9 @@ class DCFormerAttention(nn.Module):
             self.qkv_proj = ColumnParallelLinear(config.hidden_size, sum(self.qkv_sizes), gather_output=True, **named)
         linear |= {"prefix": f"{prefix}.o_proj", "input_is_parallel": ranks == world_size}
         self.o_proj = RowParallelLinear(heads * self.head_dim, config.hidden_size, **linear)
-        self.q_norm = self.k_norm = None
-        if config.qk_norm:
-            self.q_norm = RMSNorm(self.head_dim, eps=config.qk_norm_eps)
-            self.k_norm = RMSNorm(self.head_dim, eps=config.qk_norm_eps)
+        self.q_norm, self.k_norm = (
+            RMSNorm(self.head_dim, eps=config.qk_norm_eps) if config.qk_norm else None for _ in range(2)
+        )
         self.compose = make_compose(config, ranks)
         window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
         options: dict[str, Any] = {"num_kv_heads": self.num_key_value_heads, "per_layer_sliding_window": window}
@@ -119,13 +118,16 @@ class DCFormerAttention(nn.Module):
 
 def _load_groups_of_this_rank(compose: ComposeProjection) -> None:
     """Load only the groups of heads that this process computes."""
-    ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
 
     def load(parameter: nn.Parameter, loaded: Tensor, dimension: int) -> None:
-        default_weight_loader(parameter, loaded.chunk(ranks, dim=dimension)[rank])
+        default_weight_loader(parameter, _of_this_rank(loaded, dimension))
 
     for name, parameter in compose.named_parameters():
         set_weight_attrs(parameter, {"weight_loader": partial(load, dimension=DIMENSION_OF_GROUPS[name])})
+
+
+def _of_this_rank(tensor: Tensor, dimension: int) -> Tensor:
+    return tensor.chunk(get_tensor_model_parallel_world_size(), dim=dimension)[get_tensor_model_parallel_rank()]
 
 
 class DCFormerMLP(nn.Module):
@@ -138,9 +140,8 @@ class DCFormerMLP(nn.Module):
         self.act_fn: Any = ACT2FN[config.hidden_act]
         self.is_gated = config.mlp_type == "gated"
         if self.is_gated:
-            self.gate_up_proj = MergedColumnParallelLinear(
-                sizes[0], [sizes[1]] * 2, prefix=f"{prefix}.gate_up_proj", **options
-            )
+            named = {**options, "prefix": f"{prefix}.gate_up_proj"}
+            self.gate_up_proj = MergedColumnParallelLinear(sizes[0], [sizes[1]] * 2, **named)
         else:
             self.up_proj = ColumnParallelLinear(*sizes, prefix=f"{prefix}.up_proj", **options)
         self.down_proj = RowParallelLinear(sizes[1], sizes[0], prefix=f"{prefix}.down_proj", **options)
@@ -158,9 +159,7 @@ class DCFormerMLP(nn.Module):
             inner = self.act_fn(gate) * inner
         if self.gate_mix is not None:
             shares = at_least_float32(self.gate_mix(hidden_states)[0]).softmax(dim=-1).to(inner.dtype)
-            ranks = get_tensor_model_parallel_world_size()
-            if ranks > 1:
-                shares = shares.chunk(ranks, dim=-1)[get_tensor_model_parallel_rank()]
+            shares = _of_this_rank(shares, dimension=-1)
             inner = (inner.view(*shares.shape, -1) * shares.unsqueeze(-1)).flatten(-2)
         return self.down_proj(inner)[0]
 
@@ -286,18 +285,13 @@ class DCFormerForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load our files and the authors', by the table of names that the Transformers model uses."""
-        patterns: dict[re.Pattern[str], str | None] = {
-            re.compile(pattern): name for pattern, name in authors_patterns(self.config.model_type).items()
-        }
-        for pattern in DCFormerPreTrainedModel._keys_to_ignore_on_load_unexpected:
-            patterns[re.compile(pattern)] = None
+        names: dict[str, str | None] = {**authors_patterns(self.config.model_type)}
+        names |= dict.fromkeys(DCFormerPreTrainedModel._keys_to_ignore_on_load_unexpected)
         # Files of the authors, and of a model without its head, leave out the first part of a name.
-        patterns[re.compile(r"^(?!model\.|lm_head\.)")] = "model."
-        stacked = {}
-        if self.config.mlp_type == "gated":
-            stacked = {".gate_proj": (".gate_up_proj", 0), ".up_proj": (".gate_up_proj", 1)}
-        loader = AutoWeightsLoader(
-            self, ignore_unexpected_prefixes=["lm_head."] if self.config.tie_word_embeddings else None
-        )
+        names[r"^(?!model\.|lm_head\.)"] = "model."
+        patterns = {re.compile(pattern): name for pattern, name in names.items()}
+        is_gated, is_tied = self.config.mlp_type == "gated", self.config.tie_word_embeddings
+        stacked = {".gate_proj": (".gate_up_proj", 0), ".up_proj": (".gate_up_proj", 1)} if is_gated else {}
+        loader = AutoWeightsLoader(self, ignore_unexpected_prefixes=["lm_head."] if is_tied else None)
         mapper = WeightsMapper(orig_to_new_regex=patterns, orig_to_new_stacked=stacked)
         return loader.load_weights(weights, mapper=mapper)

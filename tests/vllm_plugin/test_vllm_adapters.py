@@ -75,6 +75,9 @@ def test_several_adapters_serve_as_in_transformers_and_others_are_refused(source
             with pytest.raises(VLLMValidationError, match=message):
                 ask(llm, prompts, [tmp_path / f"{number}"])
         outputs = ask(llm, prompts, folders)
+        shutil.copytree(tmp_path / "0", folders[1], dirs_exist_ok=True)  # no longer what was checked
+        with pytest.raises(VLLMValidationError, match="made for another model"):
+            ask(llm, prompts, folders[1:2])
     for i, model in enumerate(models):
         answers = outputs[i * len(prompts) : (i + 1) * len(prompts)]
         assert [list(answer.outputs[0].token_ids) for answer in answers] == greedy_of_generate(model, prompts, 8)

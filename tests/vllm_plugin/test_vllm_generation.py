@@ -93,12 +93,10 @@ def test_bfloat16_is_as_close_to_float32_as_the_transformers_model_is():
     assert 0 < error <= 2 * error_of_transformers
 
 
-@pytest.mark.parametrize(
-    ("name", "file"), [("B1_dcformer_9769ae6", "model.safetensors"), ("B2_dcpythia", "pytorch_model.bin")]
-)
-def test_models_of_the_authors_code_serve_as_generate(name, file, golden, tmp_path):
-    for part in ("config.json", file):
-        shutil.copy(golden / "B_torch" / name / part, tmp_path)
+def test_a_model_of_the_authors_code_serves_as_generate(golden, tmp_path):
+    """The other family, in a file of safetensors, is in test_vllm_adapters.py."""
+    for part in ("config.json", "pytorch_model.bin"):
+        shutil.copy(golden / "B_torch" / "B2_dcpythia" / part, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     longest = model.config.max_position_embeddings - 1
     prompts = prompts_of(model.config.vocab_size, (1, min(17, longest), longest))
