@@ -62,7 +62,7 @@ def test_every_variant_decodes_as_it_prefills(variant):
     tokens = random_tokens(2, 17)
     expected = model(tokens, use_cache=False).logits
     for cache in ("dynamic", "static"):
-        logits = feed(model, tokens, CACHES[cache](model.config), [9, 4, 1])
+        logits = feed(model, tokens, CACHES[cache](model.config), [9, 6, 1])
         torch.testing.assert_close(logits, expected, **TOLERANCE)
 
 
@@ -78,7 +78,7 @@ def test_rows_padded_on_the_right_equal_their_unpadded_runs():
 def test_left_padded_decoding_equals_unpadded_runs_however_it_is_cut(cache):
     model, (tokens, mask, spans) = exact_model(), padded([23, 9, 16, 4], 23)
     position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
-    for pieces in ([1], [3], [10, 1], [WINDOW, 1], [WINDOW + 1, 2], [2, WINDOW + 3]):
+    for pieces in ([1], [3], [WINDOW, 1], [WINDOW + 1, 2], [2, WINDOW + 3]):
         logits = feed(model, tokens, CACHES[cache](model.config), pieces, mask, position_ids)
         assert_rows_equal_their_unpadded_runs(logits, model, tokens, spans, **TOLERANCE)
     # In float32, with weights of the size that training starts from.
