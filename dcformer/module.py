@@ -103,6 +103,10 @@ class DCMultiheadAttention(nn.MultiheadAttention):
             nn.init.zeros_(self.out_proj.bias)
         self.compose.reset_parameters(self.identity)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickled module; torch's method would set to True what those of earlier versions lack."""
+        super().__setstate__({"_qkv_same_embed_dim": False, **state})
+
     @classmethod
     def from_torch(cls, attention: nn.MultiheadAttention, *, identity: bool = True, **options: Any) -> Self:
         """

@@ -228,6 +228,9 @@ def test_arguments_are_torchs_in_its_order():
     copied = DCMultiheadAttention.from_torch(torch_module(dropout=0.5, dtype=torch.bfloat16).eval())
     assert {parameter.dtype for parameter in copied.parameters()} == {torch.bfloat16}
     assert (copied.training, copied.dropout, isinstance(copied, nn.MultiheadAttention)) == (False, 0.5, True)
+    older = {name: value for name, value in vars(copied).items() if name != "_qkv_same_embed_dim"}
+    (restored := DCMultiheadAttention.__new__(DCMultiheadAttention)).__setstate__(older)
+    assert not restored._qkv_same_embed_dim  # or torch's encoder layers leave the composition out
     with pytest.raises(TypeError, match=r"DCMultiheadAttention\(\) got an unexpected keyword argument 'key_size'"):
         DCMultiheadAttention(WIDTH, HEADS, key_size=24)
 
