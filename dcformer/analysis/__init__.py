@@ -8,24 +8,6 @@ from .picture import heat_map
 from .recording import Recording, forwards, record, watch
 
 
-__all__ = [
-    "BRANCHES",
-    "HeadMapStatistics",
-    "Recording",
-    "ablated",
-    "analyse",
-    "branch_shares",
-    "branch_terms",
-    "branches_of",
-    "effective_heads",
-    "effective_rank",
-    "forwards",
-    "head_diversity",
-    "head_map_statistics",
-    "head_maps",
-    "heat_map",
-    "map_diversity",
-    "record",
-    "watch",
-    "what_matters",
-]
+__all__ = ["BRANCHES", "HeadMapStatistics", "Recording", "ablated", "analyse", "branch_shares", "branch_terms"]
+__all__ += ["branches_of", "effective_heads", "effective_rank", "forwards", "head_diversity", "head_map_statistics"]
+__all__ += ["head_maps", "heat_map", "map_diversity", "record", "watch", "what_matters"]

@@ -6,9 +6,8 @@ import base64
 import html
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.plotting import draw_grid, picture
 from ..modeling_dcformer import DCFormerAttention
-from .branches import BRANCHES, OWN_HEAD, branch_shares, what_matters
+from .branches import BRANCHES, OWN_HEAD, STAGES, branch_shares, what_matters
 from .diversity import head_diversity, map_diversity
 from .head_maps import HeadMapStatistics, head_map_statistics
 from .picture import NEGATIVE, POSITIVE, heat_map, label, signed_colours
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from pandas import DataFrame
+
+Panels: TypeAlias = Sequence[tuple[str, Tensor]]  # titles and matrices
 
 MOST_TOKENS = 32  # that are drawn, the last of the text
 _MOST_DRAWN_HEADS = 64
@@ -40,7 +41,7 @@ _LOOKS = {
     "key_low_rank": ("#D55E00", ""),
     "key_gate": ("#E69F00", "\\\\"),
 }
-_STAGES = {"scores": "before the softmax", "weights": "after the softmax"}
+_WHERE = {"scores": "before the softmax", "weights": "after the softmax"}
 _CSS = """
 :root {color-scheme: light}
 body {font: 15px/1.5 system-ui, sans-serif; max-width: 1180px; margin: 2rem auto; padding: 0 1rem; color: #1f2328}
@@ -62,7 +63,7 @@ def analyse(
     tokenizer: PreTrainedTokenizerBase,
     name: str = "model",
     layers: Sequence[int] | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Path:
     """
     Write `report.html`, which needs no network, and beside it pictures (PNG and SVG) and tables (CSV).
@@ -86,51 +87,45 @@ def analyse(
         raise ValueError("There is no text to analyse; give at least one.")
     output = Path(output)
     output.resolve().mkdir(parents=True, exist_ok=True)  # also of a link to nothing yet
-    heads, count = model.config.num_attention_heads, len(attention_layers(model))
+    attentions, heads = attention_layers(model), model.config.num_attention_heads
     if layers is None:
-        drawn = max(min(_MOST_DRAWN_HEADS // heads, count), 1)
-        layers = torch.linspace(0, count - 1, drawn).round().int().tolist()
-    composes = isinstance(attention_layers(model)[0], DCFormerAttention) and model.config.composes_heads
-    steps = 2 + 3 * composes
-    report = progress or (lambda what, done, total: None)
-    report("Recording maps", 0, steps)
+        drawn = max(min(_MOST_DRAWN_HEADS // heads, len(attentions)), 1)
+        layers = torch.linspace(0, len(attentions) - 1, drawn).round().int().tolist()
+    composes = isinstance(attentions[0], DCFormerAttention) and model.config.composes_heads
+    steps = 5 if composes else 2
+    progress("Recording maps", 0, steps)
     maps = ["weights", "composed_weights"] if composes and model.config.compose_post else ["weights"]
     recording = record(model, texts[0], maps, layers=layers, tokenizer=tokenizer)
-    report("Measuring diversity", 1, steps)
+    progress("Measuring diversity", 1, steps)
     curves, effective = head_diversity(model), map_diversity(model, texts)
     effective.to_csv(output / "map_diversity.csv", index=False)
     sections = [_diversity_section(output, curves, effective)]
     if composes:
-        report("Measuring branches", 2, steps)
+        progress("Measuring branches", 2, steps)
         shares = branch_shares(model, texts)
         shares.to_csv(output / "branch_shares.csv", index=False)
-        report("Reading head maps", 3, steps)
+        progress("Reading head maps", 3, steps)
         statistics = head_map_statistics(model, texts, layers)
-        report("Switching branches off", 4, steps)
-        losses = what_matters(model, texts, progress=lambda done, total: report("Switching branches off", done, total))
+        progress("Switching branches off", 4, steps)
+        losses = what_matters(model, texts, progress=lambda *counts: progress("Switching branches off", *counts))
         losses.to_csv(output / "what_matters.csv", index=False)
         sections += [_shares_section(output, shares), _matters_section(losses), _lending_section(output, statistics)]
     sections.append(_attention_section(output, recording))
-    about = f"{count} layers of {heads} heads, {sum(map(len, texts))} tokens"
+    about = f"{len(attentions)} layers of {heads} heads, {sum(map(len, texts))} tokens"
     path = output / "report.html"
     path.write_text(_page(name, tokenizer.decode(texts[0]), about, sections), encoding="utf-8")
-    report("Writing", steps, steps)
+    progress("Writing", steps, steps)
     return path
 
 
 def _page(name: str, text: str, about: str, sections: Sequence[str]) -> str:
-    key = (
-        f'<p class="key">Heat maps:<span style="background:{POSITIVE}"></span>above zero'
-        f'<span style="background:{NEGATIVE}"></span>below zero<span style="background:#ddd"></span>masked. '
-        "Rest the pointer on a cell to read it.</p>"
-    )
     title = f"{html.escape(name)}: inside"
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
-        f'content="width=device-width"><title>{title}</title><style>{_CSS}</style></head><body><h1>{title}</h1>'
-        f"<p>{html.escape(about)}. The first text:</p><pre>{html.escape(text)}</pre>{key}{''.join(sections)}"
-        "</body></html>"
-    )
+    return f"""<!doctype html><html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width"><title>{title}</title><style>{_CSS}</style></head>
+<body><h1>{title}</h1><p>{about}. The first text:</p><pre>{html.escape(text)}</pre>
+<p class="key">Heat maps: <span style="background:{POSITIVE}"></span>above zero
+<span style="background:{NEGATIVE}"></span>below zero <span style="background:#ddd"></span>masked.
+Rest the pointer on a cell to read it.</p>{"".join(sections)}</body></html>"""
 
 
 def _section(title: str, note: str, *parts: str) -> str:
@@ -146,7 +141,39 @@ def _drawn(output: Path, name: str, size: tuple[float, float], draw: Callable[[F
     with picture(output / f"{name}.svg", size, "analysis", ".png") as figure:
         draw(figure)
     data = base64.b64encode((output / f"{name}.svg").read_bytes()).decode()
-    return f'<img alt="{html.escape(name)}" src="data:image/svg+xml;base64,{data}">'
+    return f'<img alt="{name}" src="data:image/svg+xml;base64,{data}">'
+
+
+def _axes_of(figure: Figure, panels: Panels, columns: int, **options: Any) -> Iterator[tuple[Axes, Tensor]]:
+    """Yield axes and the matrix of each panel, with this many panels in a row."""
+    figure.set_layout_engine("compressed")
+    axes = figure.subplots(math.ceil(len(panels) / columns), columns, squeeze=False, **options).ravel()
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    for axis, (title, matrix) in zip(axes, panels):
+        axis.set_title(title, fontsize=7)
+        yield axis, matrix
+
+
+def _draw_panels(
+    output: Path, name: str, panels: Panels, columns: int, labels: Sequence[str], scale: str | None = None
+) -> None:
+    """Draw matrices; each has a colour scale of its own, unless `scale` says what the one of all shows."""
+    strongest = max(float(matrix.abs().max()) for _, matrix in panels)
+    ticks = range(len(labels)), [label(text) for text in labels]
+
+    def draw(figure: Figure) -> None:
+        for number, (axis, matrix) in enumerate(_axes_of(figure, panels, columns, sharex=True, sharey=True)):
+            most = max(strongest if scale else float(matrix.abs().max()), 1e-6)
+            shown = matrix.masked_fill(matrix == 0, torch.nan)
+            image = axis.imshow(shown, cmap=signed_colours(), vmin=-most, vmax=most)
+            axis.set_xticks(*ticks, rotation=90, fontsize=5)
+            axis.set_yticks(*ticks, fontsize=5)
+            axis.tick_params(labelbottom=number + columns >= len(panels))  # no panel is below
+        if scale:
+            figure.colorbar(image, ax=figure.axes, label=scale).ax.set_ylim(0, strongest)
+
+    _drawn(output, name, (2.2 * columns + 0.8, 2.4 * math.ceil(len(panels) / columns) + 0.8), draw)
 
 
 def _diversity_section(output: Path, curves: dict[str, Tensor], effective: DataFrame) -> str:
@@ -174,7 +201,7 @@ def _diversity_section(output: Path, curves: dict[str, Tensor], effective: DataF
 
 def _shares_section(output: Path, shares: DataFrame) -> str:
     means = shares.groupby(["map", "layer", "branch"]).share.mean()
-    kinds = [kind for kind in _STAGES if kind in means.index]
+    kinds = [kind for kind in STAGES if kind in means.index]
 
     def draw(figure: Figure) -> None:
         for kind, axis in zip(kinds, figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0]):
@@ -185,7 +212,7 @@ def _shares_section(output: Path, shares: DataFrame) -> str:
                 colour, hatch = _LOOKS[branch]
                 look = {"color": colour, "hatch": hatch, "edgecolor": "white", "label": branch.replace("_", " ")}
                 axis.bar(table.index, shares, bottom=bottoms[branch], **look)
-            axis.set(xlabel="Layer", title=f"Composed {kind}, {_STAGES[kind]}", ylim=(0, 1))
+            axis.set(xlabel="Layer", title=f"Composed {kind}, {_WHERE[kind]}", ylim=(0, 1))
             axis.locator_params(axis="x", integer=True)
         handles, labels = axis.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
@@ -213,28 +240,22 @@ def _matters_section(losses: DataFrame) -> str:
 
 
 def _lending_section(output: Path, statistics: dict[tuple[int, str], HeadMapStatistics]) -> str:
-    layers = sorted({layer for layer, _ in statistics})
-    kinds = [kind for kind in _STAGES if (layers[0], kind) in statistics]
-    # What a head keeps would outshine what it takes.
-    lent = {key: means.lending.clone().fill_diagonal_(0.0) for key, means in statistics.items()}
-    strongest = max(float(shares.max()) for shares in lent.values())
-
-    def axes_of(figure: Figure) -> Iterator[tuple[Axes, Tensor]]:
-        figure.set_layout_engine("compressed")
-        axes: list[Axes] = figure.subplots(len(kinds), len(layers), squeeze=False).ravel().tolist()
-        for axis, (kind, layer) in zip(axes, product(kinds, layers)):
-            axis.set_title(f"Layer {layer}, {kind}", fontsize=9)
-            yield axis, lent[layer, kind]
-
-    def draw_matrices(figure: Figure) -> None:
-        for axis, shares in axes_of(figure):
-            image = axis.imshow(shares, cmap="Blues", vmin=0, vmax=strongest)
-            axis.locator_params(integer=True)
-            axis.label_outer()
-        figure.colorbar(image, ax=figure.axes, label="Share that a head (across) takes from a head (down)")
+    panels, captions = [], []
+    for layer, kind in sorted(statistics, key=lambda of: (of[1], of[0])):
+        means = statistics[layer, kind]
+        # What a head keeps would outshine what it takes.
+        panels.append((f"Layer {layer}, {_WHERE[kind]}", means.lending.clone().fill_diagonal_(0.0)))
+        largest, smallest = means.singular_values[[0, -1]].tolist()
+        captions.append(
+            f"Heads take {means.borrowed.min():.0%} to {means.borrowed.max():.0%} from others. Effective rank "
+            f"{means.effective_rank:.2f} of {len(means.lending)}, of what is added {means.added_rank:.2f}; singular "
+            f"values from {largest:.2f} to {smallest:.2f}."
+        )
+    strongest = max(float(shares.max()) for _, shares in panels)
+    columns = len({layer for layer, _ in statistics})
 
     def draw_graphs(figure: Figure) -> None:
-        for axis, shares in axes_of(figure):
+        for axis, shares in _axes_of(figure, panels, columns):
             angles = torch.arange(len(shares)) * 2 * math.pi / len(shares)
             points = torch.stack((angles.sin(), angles.cos()), dim=1).tolist()
             for taker, (x, y) in enumerate(points):
@@ -245,31 +266,26 @@ def _lending_section(output: Path, statistics: dict[tuple[int, str], HeadMapStat
             axis.set(xlim=(-1.2, 1.2), ylim=(-1.2, 1.2), aspect="equal")
             axis.set_axis_off()
 
-    parts = []
-    for (layer, kind), means in sorted(statistics.items()):
-        heads = [f"head {number}" for number in range(len(means.lending))]
-        drawn = heat_map(lent[layer, kind], heads, heads, f"Layer {layer}, who lends to whom", strongest)
-        largest, smallest = means.singular_values[[0, -1]].tolist()
-        caption = (
-            f"Heads take {means.borrowed.min():.0%} to {means.borrowed.max():.0%} from others. Effective rank "
-            f"{means.effective_rank:.2f} of {len(heads)}, of what is added {means.added_rank:.2f}; singular values "
-            f"from {largest:.2f} to {smallest:.2f}."
-        )
-        parts.append(_figure(f"Layer {layer}, {_STAGES[kind]}", drawn, caption))
-    size = 2.2 * len(layers) + 1, 2.2 * len(kinds) + 0.6
-    _drawn(output, "lending", size, draw_matrices)
+    numbers = [str(number) for number in range(len(panels[0][1]))]
+    heads = [f"head {number}" for number in numbers]
+    figures = [
+        _figure(title, heat_map(shares, heads, heads, f"{title}, who lends to whom", strongest), caption)
+        for (title, shares), caption in zip(panels, captions)
+    ]
+    scale = "Share that a head (across) takes from a head (down)"
+    _draw_panels(output, "lending", panels, columns, numbers, scale)
+    size = 2.2 * columns + 1, 2.2 * len(panels) / columns + 0.6
     graphs = _drawn(output, "lending_graph", size, draw_graphs)
     note = (
         "The matrices of equation 8: the share that a head (column) takes from each head (row), by absolute values, as "
         "means over pairs of tokens. What a head keeps of itself, the diagonal, is left out; all have one scale. "
         "Arrows lead to every head from the three from which it takes most."
     )
-    return _section("Who lends to whom", note, f'<div class="row">{"".join(parts)}</div>', graphs)
+    return _section("Who lends to whom", note, f'<div class="row">{"".join(figures)}</div>', graphs)
 
 
 def _attention_section(output: Path, recording: Recording) -> str:
     labels = recording.tokens[0][-MOST_TOKENS:]
-    parts: list[str] = []
     titles, note = {"weights": "softmax"}, "of a model that does not compose them."
     if len(recording.maps) > 1:
         titles = {"weights": "before composition", "composed_weights": "after composition"}
@@ -277,42 +293,19 @@ def _attention_section(output: Path, recording: Recording) -> str:
             "before composition, as they leave the softmax, and after it, as the layer uses them: signed, with rows "
             "that need not sum to one."
         )
+    parts: list[str] = []
     for layer in recording["weights"]:
         panels = [
             (f"Head {head}, {title}", recording[name][layer][0, head, -MOST_TOKENS:, -MOST_TOKENS:])  # (query, key)
             for head in recording.heads
             for name, title in titles.items()
         ]
-        _draw_panels(output, f"attention_layer{layer}", panels, labels)
+        _draw_panels(output, f"attention_layer{layer}", panels, min(len(panels), _PANELS_IN_A_ROW), labels)
         figures = []
         for title, weights in panels:
-            drawn = heat_map(weights, labels, labels, f"Layer {layer}, {title}")
             caption = f"Colour scale: up to {weights.abs().max():.2f}; {int((weights < 0).sum())} are negative."
-            figures.append(_figure(title, drawn, caption))
+            figures.append(_figure(title, heat_map(weights, labels, labels, f"Layer {layer}, {title}"), caption))
         summary = f"<details{'' if parts else ' open'}><summary>Layer {layer}</summary>"
         parts.append(f'{summary}<div class="pairs">{"".join(figures)}</div></details>')
     note = f"Weights between the last {len(labels)} tokens, queries down and keys across, {note}"
     return _section("Attention", f"{note} Every map has a different scale.", *parts)
-
-
-def _draw_panels(output: Path, name: str, panels: Sequence[tuple[str, Tensor]], labels: Sequence[str]) -> None:
-    """Draw weights (query, key) with their titles, eight panels in a row."""
-    columns = min(len(panels), _PANELS_IN_A_ROW)
-    rows = math.ceil(len(panels) / columns)
-
-    def draw(figure: Figure) -> None:
-        figure.set_layout_engine("compressed")
-        axes: list[Axes] = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).ravel().tolist()
-        for index, (axis, (title, weights)) in enumerate(zip(axes, panels)):
-            strongest = max(float(weights.abs().max()), 1e-6)
-            shown = weights.masked_fill(weights == 0, torch.nan)
-            axis.imshow(shown, cmap=signed_colours(), vmin=-strongest, vmax=strongest)
-            axis.set_title(title, fontsize=7)
-            ticks = range(len(labels)), [label(text) for text in labels]
-            axis.set_xticks(*ticks, rotation=90, fontsize=5)
-            axis.set_yticks(*ticks, fontsize=5)
-            axis.tick_params(labelbottom=index + columns >= len(panels))  # no panel is below
-        for axis in axes[len(panels) :]:
-            axis.set_axis_off()
-
-    _drawn(output, name, (2.2 * columns + 0.8, 2.4 * rows + 0.8), draw)

@@ -14,7 +14,7 @@ from ..common.optional import import_optional
 from ..compose_dcformer import ComposeProjection
 from ..plain_dcformer import compose
 from ..types_dcformer import ComposeWeights, Weights, map_tensors
-from .recording import Inputs, attention_layers, for_layers, forwards, in_float64, resolve_numbers
+from .recording import Inputs, attention_layers, forwards, in_float64, measured, resolve_numbers
 
 
 if TYPE_CHECKING:
@@ -23,13 +23,9 @@ if TYPE_CHECKING:
 # In the order of Figure 2 (b). The head itself, the identity in W_b, is always there and not a branch.
 BRANCHES = ("static", "query_low_rank", "query_gate", "key_low_rank", "key_gate")
 OWN_HEAD = "own_head"
-_ABLATIONS = {branch: (branch,) for branch in BRANCHES} | {
-    "query": ("query_low_rank", "query_gate"),
-    "key": ("key_low_rank", "key_gate"),
-    "pre": BRANCHES,
-    "post": BRANCHES,
-    "all": BRANCHES,
-}
+STAGES = ("scores", "weights")  # the maps that are composed, before the softmax and after it
+_ABLATIONS = {branch: (branch,) for branch in BRANCHES} | dict.fromkeys(("pre", "post", "all"), BRANCHES)
+_ABLATIONS |= {"query": ("query_low_rank", "query_gate"), "key": ("key_low_rank", "key_gate")}
 TABLES = "A table of an analysis"
 
 
@@ -64,8 +60,8 @@ def branch_terms(attention: Tensor, weights: ComposeWeights) -> dict[str, Tensor
     The terms of equation 7, which add up to the composed map; Figure 7 of the paper shows those of one pair.
 
     Args:
-        attention (`Tensor`): Scores or weights before composition, (batch, heads, query, key).
-        weights (`ComposeWeights`): The layer's factors, those before the softmax for scores, after it for weights.
+        attention: Scores or weights before composition, (batch, heads, query, key).
+        weights: The layer's factors, those before the softmax for scores, after it for weights.
 
     Returns:
         By branch, (batch, heads, query, key) in float64: first "own_head", which is `attention`, then `BRANCHES`, with
@@ -73,11 +69,8 @@ def branch_terms(attention: Tensor, weights: ComposeWeights) -> dict[str, Tensor
     """
     attention = in_float64(attention)
     precise = map_tensors(weights, lambda tensor, _: in_float64(tensor))
-    terms = {OWN_HEAD: attention}
-    for branch in BRANCHES:
-        only = without(precise, set(BRANCHES) - {branch})
-        terms[branch] = compose(attention, only) - attention
-    return terms
+    alone = {branch: without(precise, set(BRANCHES) - {branch}) for branch in BRANCHES}
+    return {OWN_HEAD: attention} | {branch: compose(attention, each) - attention for branch, each in alone.items()}
 
 
 def branch_shares(
@@ -95,7 +88,7 @@ def branch_shares(
     Args:
         model: A DCFormer or DCPythia that composes its heads.
         inputs, tokenizer: As for [`dcformer.analysis.forwards`].
-        layers (*optional*): Numbers from 0; negative ones count from the end. None: all.
+        layers: As for [`dcformer.analysis.record`].
 
     Returns:
         `pandas.DataFrame` with the columns layer, map ("scores" or "weights"), head, branch and share. The shares of a
@@ -106,23 +99,21 @@ def branch_shares(
     """
     pandas = import_optional("pandas", TABLES, "analysis")
     compose_layers(model)
-    sums: dict[tuple[int, str], Tensor] = {}  # by layer and map: (branch, head)
 
-    def add(layer: int, maps: dict[str, Any]) -> None:
+    def sizes(maps: dict[str, Any]) -> dict[str, Tensor]:
         visible = (in_float64(maps["weights"]) != 0).any(1, keepdim=True)  # (batch, 1, query, key)
-        for kind, factors in zip(("scores", "weights"), maps["factors"]):
+        sums = {}
+        for stage, factors in zip(STAGES, maps["factors"]):
             if factors is not None:
-                terms = branch_terms(maps[kind], factors).values()
-                total = torch.stack([(term.abs() * visible).sum((0, 2, 3)) for term in terms]).cpu()
-                sums[layer, kind] = sums.get((layer, kind), 0.0) + total
+                terms = branch_terms(maps[stage], factors).values()
+                sums[stage] = torch.stack([(term.abs() * visible).sum((0, 2, 3)) for term in terms])  # (branch, head)
+        return sums
 
-    for_layers(model, inputs, ("factors", "scores", "weights"), add, layers, tokenizer)
-    rows = [
-        (layer, kind, head, branch, share)
-        for (layer, kind), total in sums.items()
-        for head, shares in enumerate((total / total.sum(0)).T.tolist())
-        for branch, share in zip((OWN_HEAD, *BRANCHES), shares)
-    ]
+    rows = []
+    for key, passes in measured(model, inputs, ("factors", *STAGES), sizes, layers, tokenizer).items():
+        total = torch.stack(passes).sum(0)
+        for head, shares in enumerate((total / total.sum(0)).T.tolist()):
+            rows += [(*key, head, branch, share) for branch, share in zip((OWN_HEAD, *BRANCHES), shares)]
     return pandas.DataFrame(rows, columns=["layer", "map", "head", "branch", "share"])
 
 
@@ -138,20 +129,17 @@ def ablated(
     uncompiled within the block.
 
     Args:
-        model: A DCFormer or DCPythia that composes its heads.
-        layers (*optional*): Numbers from 0; negative ones count from the end. None: all.
-        branch (defaults to `"all"`): One or several of "static", "query_low_rank", "query_gate", "key_low_rank" and
-            "key_gate", before and after the softmax; "query" and "key" for both query-wise or key-wise ones; "pre" for
-            all before the softmax, "post" for all after it.
+        model, layers: As for [`branch_shares`].
+        branch (defaults to `"all"`): One or several of `BRANCHES`, before and after the softmax; "query" and "key" for
+            both query-wise or key-wise ones; "pre" for all before the softmax, "post" for all after it.
 
     Raises:
         ValueError: for a branch that the model lacks or that does not exist, or a model that composes nothing.
     """
     modules = compose_layers(model)
     names = [branch] if isinstance(branch, str) else list(branch)
-    for name in names:
-        if name not in _ABLATIONS:
-            raise ValueError(f"branch must be one of {', '.join(_ABLATIONS)}, got {name!r}.")
+    if unknown := [name for name in names if name not in _ABLATIONS]:
+        raise ValueError(f"branch must be one of {', '.join(_ABLATIONS)}, got {unknown[0]!r}.")
     # What is left out before the softmax, and after it.
     off = [{part for name in names if name != other for part in _ABLATIONS[name]} for other in ("post", "pre")]
     with contextlib.ExitStack() as stack:
@@ -192,7 +180,7 @@ def what_matters(
     Args:
         model: A DCFormerForCausalLM or DCPythiaForCausalLM that composes its heads.
         inputs, tokenizer: As for [`dcformer.analysis.forwards`]; padding is left out of the loss.
-        layers (*optional*): Numbers from 0; negative ones count from the end. None: all.
+        layers: As for [`dcformer.analysis.record`].
         branches (*optional*): Names as for [`ablated`]. None: all branches that a layer has.
         progress (*optional*): Called with the number of losses that are measured, and of all.
 
@@ -212,17 +200,17 @@ def what_matters(
     ]
     arguments = forwards(model, inputs, tokenizer)
     before, tokens = _losses(model, arguments)
-    if tokens.sum() == 0:
+    count, total = len(tokens), tokens.sum()
+    if total == 0:
         raise ValueError("The inputs hold no token after another, so there is no loss; give longer texts.")
     rows = []
     for done, (layer, branch) in enumerate(cases, start=1):
         with ablated(model, layer, branch):
             without_it, _ = _losses(model, arguments)
-        difference = (without_it - before).sum() / tokens.sum()
+        difference = (without_it - before).sum() / total
         spread = (without_it - before - difference * tokens).square().sum()  # of a ratio of sums
-        count = len(tokens)
-        error = (spread * count / (count - 1)).sqrt() / tokens.sum() if count > 1 else torch.nan
-        rows.append((layer, branch, float(without_it.sum() / tokens.sum()), float(difference), float(error)))
+        error = (spread * count / (count - 1)).sqrt() / total if count > 1 else torch.nan
+        rows.append((layer, branch, float(without_it.sum() / total), float(difference), float(error)))
         if progress is not None:
             progress(done, len(cases))
     return pandas.DataFrame(rows, columns=["layer", "branch", "loss", "difference", "standard_error"])
@@ -239,6 +227,6 @@ def _losses(model: PreTrainedModel, forwards: list[dict[str, Any]]) -> tuple[Ten
         counted = real[:, 1:] & real[:, :-1]
         logits = in_float64(model(**arguments).logits[:, :-1][counted])  # (counted tokens, vocabulary)
         targets = ids[:, 1:][counted].to(logits.device)
-        losses.append(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+        losses.append(nn.functional.cross_entropy(logits, targets, reduction="sum"))
         tokens.append(counted.sum())
     return torch.stack(losses).cpu(), torch.stack(tokens).cpu()

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..common.optional import import_optional
 from ..modeling_dcformer import DCFormerAttention, at_least_float32
 from .branches import TABLES
-from .recording import Inputs, attention_layers, for_layers, in_float64
+from .recording import Inputs, attention_layers, in_float64, measured
 
 
 if TYPE_CHECKING:
@@ -72,10 +72,8 @@ def projections(attention: nn.Module) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         parts = list(matrix(module.query_key_value, width).unflatten(0, (-1, 3, module.head_size)).unbind(1))
         output = matrix(module.dense, width)
     else:
-        raise ValueError(
-            f"The projections of {type(attention).__name__} are laid out in a way that is not known here; use a "
-            "DCFormer, Llama or GPT-NeoX model."
-        )
+        name = type(attention).__name__
+        raise ValueError(f"model must have the projections of a DCFormer, Llama or GPT-NeoX, and {name} has others.")
     heads = len(parts[0])
     query, key, value = (part.repeat_interleave(heads // len(part), dim=0) for part in parts)
     return query, key, value, output.unflatten(1, (heads, -1)).transpose(0, 1)
@@ -94,18 +92,17 @@ def matrix(linear: nn.Module, width: int) -> Tensor:
 
 def effective_heads(maps: Tensor) -> Tensor:
     """
-    Count the different heads for each query: 1 if all attend alike, the number of heads if no two attend to the same
-    key.
+    Count the heads that differ, for each query: 1 if all attend alike, all if no two attend to the same key.
 
     It is the exponential of the entropy of the eigenvalues of the heads' cosine similarities, divided by their number.
     Composed weights are signed and need not sum to one, so they are no distributions; a cosine takes them, and does not
     change if a head is scaled.
 
     Args:
-        maps (`Tensor`): Weights, (batch, heads, query, key).
+        maps: Weights, (batch, heads, query, key).
 
     Returns:
-        `Tensor`: (batch, query) in float64, NaN for a query without a visible key.
+        (batch, query) in float64, NaN for a query without a visible key.
 
     Source: Friedman and Dieng, The Vendi Score, 2023.
     """
@@ -132,14 +129,13 @@ def map_diversity(
         effective_heads and heads.
     """
     pandas = import_optional("pandas", TABLES, "analysis")
-    is_ours = isinstance(attention_layers(model)[0], DCFormerAttention)
-    by_map: dict[tuple[int, str], list[Tensor]] = {}
+    names = ["weights"]
+    if isinstance(attention_layers(model)[0], DCFormerAttention):
+        names.append("composed_weights")
 
-    def add(layer: int, maps: dict[str, Tensor]) -> None:
-        for name, weights in maps.items():
-            by_map.setdefault((layer, name), []).append(effective_heads(weights).flatten().cpu())
+    def count(maps: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: effective_heads(weights).flatten() for name, weights in maps.items()}
 
-    for_layers(model, inputs, ("weights", "composed_weights") if is_ours else ("weights",), add, layers, tokenizer)
-    heads = model.config.num_attention_heads
-    rows = [(*layer_and_map, float(torch.cat(numbers).nanmean()), heads) for layer_and_map, numbers in by_map.items()]
+    counts, heads = measured(model, inputs, names, count, layers, tokenizer), model.config.num_attention_heads
+    rows = [(*layer_and_map, float(torch.cat(numbers).nanmean()), heads) for layer_and_map, numbers in counts.items()]
     return pandas.DataFrame(rows, columns=["layer", "map", "effective_heads", "heads"])

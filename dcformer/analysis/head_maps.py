@@ -11,8 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..modeling_dcformer import at_least_float32
 from ..plain_dcformer import compose
 from ..types_dcformer import ComposeWeights, map_tensors
-from .branches import compose_layers
-from .recording import Inputs, for_layers
+from .branches import STAGES, compose_layers
+from .recording import Inputs, measured
 
 
 def head_maps(weights: ComposeWeights, query: int | Tensor, key: int | Tensor, batch: int | Tensor = 0) -> Tensor:
@@ -22,12 +22,12 @@ def head_maps(weights: ComposeWeights, query: int | Tensor, key: int | Tensor, b
     W is the identity plus the static matrix plus, of the query and of the key, w1 w2 and the gate on the diagonal.
 
     Args:
-        weights (`ComposeWeights`): Factors of a layer, before or after the softmax, as [`record`] returns them.
-        query, key (`int` or `Tensor`): Positions among the queries and the keys of the factors: one, or (pairs,).
-        batch (`int` or `Tensor`, defaults to 0): Rows of the batch: one, or (pairs,).
+        weights: Factors of a layer, before or after the softmax, as [`record`] returns them.
+        query, key: Positions among the queries and the keys of the factors: one, or (pairs,).
+        batch (defaults to 0): Rows of the batch: one, or (pairs,).
 
     Returns:
-        `Tensor`: (heads, heads) [from, to] of one pair, or (pairs, heads, heads).
+        (heads, heads) [from, to] of one pair, or (pairs, heads, heads).
     """
     indices = batch, query, key
     rows, queries, keys = torch.broadcast_tensors(*(torch.as_tensor(index).view(-1) for index in indices))
@@ -64,20 +64,14 @@ class HeadMapStatistics:
     """
     Statistics of a layer's matrices W of [`head_maps`]: means over pairs of a query and a key that it sees.
 
-    Attributes:
-        singular_values (`Tensor`): Of W, (heads,), from the largest.
-        effective_rank (`float`): Of W; for the identity it is the number of heads.
-        added_rank (`float`): Effective rank of W minus the identity, which is what composition adds.
-        lending (`Tensor`): (heads, heads) [from, to], |W_mn| divided by the sum of its column: from which heads a head
-            takes. Columns sum to one.
-        pairs (`int`): Number of pairs.
+    `lending` is |W_mn| divided by the sum of its column: from which heads a head takes. Columns sum to one.
     """
 
-    singular_values: Tensor
-    effective_rank: float
-    added_rank: float
-    lending: Tensor
-    pairs: int
+    singular_values: Tensor  #: of W, (heads,), from the largest
+    effective_rank: float  #: of W; for the identity it is the number of heads
+    added_rank: float  #: effective rank of W minus the identity, which is what composition adds
+    lending: Tensor  #: (heads, heads) [from, to]
+    pairs: int  #: number of pairs
 
     @property
     def borrowed(self) -> Tensor:
@@ -98,8 +92,8 @@ def head_map_statistics(
 
     Args:
         model, inputs, layers, tokenizer: As for [`branch_shares`].
-        pairs (`int`, defaults to 1000): Pairs sampled from every forward pass, at most.
-        seed (`int`, defaults to 0): Seed of the sampling.
+        pairs (defaults to 1000): Pairs sampled from every forward pass, at most.
+        seed (defaults to 0): Seed of the sampling.
 
     Returns:
         Statistics by layer and map: "scores" before the softmax, "weights" after it.
@@ -111,18 +105,16 @@ def head_map_statistics(
         raise ValueError(f"pairs must be at least 1, got {pairs}.")
     compose_layers(model)
     generator = torch.Generator().manual_seed(seed)
-    sampled: dict[tuple[int, str], list[Tensor]] = {}  # by layer and map: (pairs, head, head) of every forward pass
 
-    def add(layer: int, maps: dict[str, Any]) -> None:
+    def sample(maps: dict[str, Any]) -> dict[str, Tensor]:
         visible = (maps["weights"] != 0).any(1).nonzero()  # (pairs, 3): row, query, key
-        sample = visible[torch.randperm(len(visible), generator=generator)[:pairs].to(visible.device)]
-        row, query, key = sample.unbind(1)
-        for kind, factors in zip(("scores", "weights"), maps["factors"]):
-            if factors is not None:
-                sampled.setdefault((layer, kind), []).append(head_maps(factors, query, key, row).cpu().double())
+        chosen = torch.randperm(len(visible), generator=generator)[:pairs]
+        row, query, key = visible[chosen.to(visible.device)].unbind(1)
+        stages = zip(STAGES, maps["factors"])
+        return {stage: head_maps(factors, query, key, row) for stage, factors in stages if factors is not None}
 
-    for_layers(model, inputs, ("factors", "weights"), add, layers, tokenizer)
-    return {layer_and_map: _statistics(torch.cat(matrices)) for layer_and_map, matrices in sampled.items()}
+    sampled = measured(model, inputs, ("factors", "weights"), sample, layers, tokenizer)
+    return {layer_and_map: _statistics(torch.cat(matrices).double()) for layer_and_map, matrices in sampled.items()}
 
 
 def _statistics(matrices: Tensor) -> HeadMapStatistics:

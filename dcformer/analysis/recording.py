@@ -65,10 +65,10 @@ def record(
     Raises:
         ValueError: for a map, a layer or a head that the model lacks, or for several texts that are not one batch.
     """
-    arguments = forwards(model, inputs, tokenizer)
-    if len(arguments) != 1:
+    arguments, *others = forwards(model, inputs, tokenizer)
+    if others:
         raise ValueError(
-            f"record takes the inputs of one forward pass, got {len(arguments)}; give one text or a batch."
+            f"record takes the inputs of one forward pass, got {1 + len(others)}; give one text or a batch."
         )
     if maps is None:
         maps = ATTENTION_MAPS if isinstance(attention_layers(model)[0], DCFormerAttention) else ("weights",)
@@ -82,10 +82,10 @@ def record(
             kept[name][layer] = (value if heads is None else value[:, numbers]).cpu()
 
     with watch(model, keep, maps, layers):
-        model(**arguments[0])
-    rows = arguments[0]["input_ids"].tolist() if "input_ids" in arguments[0] else []
-    tokens = [[str(number) if tokenizer is None else tokenizer.decode([number]) for number in row] for row in rows]
-    return Recording(kept, numbers, tokens)
+        model(**arguments)
+    rows = arguments["input_ids"].tolist() if "input_ids" in arguments else []
+    decode = str if tokenizer is None else tokenizer.decode
+    return Recording(kept, numbers, [[decode(number) for number in row] for row in rows])
 
 
 @contextlib.contextmanager
@@ -118,26 +118,29 @@ def watch(
 
 
 @torch.no_grad()
-def for_layers(
+def measured(
     model: PreTrainedModel,
     inputs: Inputs,
     maps: Sequence[str],
-    function: Callable[[int, dict[str, Any]], None],
-    layers: int | Sequence[int] | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-) -> None:
-    """Run the model over the inputs; call `function(layer, values by name)` once a layer has computed these maps."""
+    measure: Callable[[dict[str, Any]], dict[str, Tensor]],
+    layers: int | Sequence[int] | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> dict[tuple[int, str], list[Tensor]]:
+    """What `measure` makes of these maps of a layer, by the layer and its own names: a tensor for each forward pass."""
     computed: dict[str, Any] = {}  # of one layer, since layers run one after the other
+    results: dict[tuple[int, str], list[Tensor]] = {}
 
     def collect(layer: int, name: str, value: Any) -> None:
         computed[name] = value
         if len(computed) == len(maps):
-            function(layer, dict(computed))
+            for kind, result in measure(computed).items():
+                results.setdefault((layer, kind), []).append(result.cpu())
             computed.clear()
 
     with watch(model, collect, maps, layers):
         for arguments in forwards(model, inputs, tokenizer):
             model(**arguments)
+    return results
 
 
 def _hook(attention: nn.Module, layer: int, name: str, function: Callable[[int, str, Any], Any]) -> RemovableHandle:
@@ -163,13 +166,11 @@ def attention_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The attention modules of a Transformers model in the order of its layers; ValueError if it does not name them."""
     kind = (getattr(model, "_can_record_outputs", None) or {}).get("attentions")
     kind = getattr(kind, "target_class", kind)
-    modules: list[nn.Module] = []
-    if isinstance(kind, type) and issubclass(kind, nn.Module):
-        modules = [module for module in model.modules() if isinstance(module, kind)]
+    modules = [module for module in model.modules() if isinstance(kind, type) and isinstance(module, kind)]
     if not modules:
+        name = type(model).__name__
         raise ValueError(
-            f"model must be a decoder of Transformers that names its attention, got {type(model).__name__}; use a "
-            "DCFormer, Llama or GPT-NeoX model."
+            f"model must be a decoder that names its attention, as DCFormer, Llama and GPT-NeoX, got {name}."
         )
     return modules
 
@@ -181,10 +182,8 @@ def forwards(
     The arguments of one forward pass, without a cache, for every text.
 
     Args:
-        model: A model of Transformers.
         inputs: A text or several, with a tokenizer; token ids (length,) or (batch, length), or a list of such; or a
             mapping of arguments of the model's `forward`, such as input_ids and attention_mask.
-        tokenizer (*optional*): The model's tokenizer.
 
     Raises:
         ValueError: for texts without a tokenizer, for no token at all, or ids of other dimensions.
