@@ -3,7 +3,7 @@ DCFormer for Transformers.
 
 Importing this package imports `public.py`, whose list registers the models, and with it torch and Transformers, which
 takes ten times as long as the help of the `dcformer` command should. So `dcformer_command` says that it is running, and
-its subcommands import `public.py` where they load models (`cli/running.py`).
+its subcommands import `loading.py`, and with it `public.py`, where they load models.
 """
 
 import sys

@@ -83,9 +83,8 @@ def test_on_a_gpu_calls_are_timed_by_do_bench_as_a_graph_and_as_they_are(waits, 
     fakes |= {"CUDAGraph": lambda: SimpleNamespace(replay=lambda: [1.0]), "default_generators": [default]}
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(
-        pytest.importorskip("triton.testing"), "do_bench", lambda call, rep, **_: call() if rep == 300 else []
-    )
+    triton = pytest.importorskip("triton.testing")
+    monkeypatch.setattr(triton, "do_bench", lambda call, rep, **_: call() if rep == 300 else [])
     run = Run(CUDA)
     run.compare("group", [Entry("name", lambda: Case(call, parts=2, figures={"MiB": 5}))], in_turns=True)
     assert (row := run.rows[0]).figures == {measure.AS_CALLED: 2, "MiB": 5} and not row.has_failed

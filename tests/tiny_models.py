@@ -11,17 +11,11 @@ from dcformer import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPyth
 #: A trained model that answers questions: the composing one of the study of head tasks.
 ANSWERS = str(Path(__file__).parents[1] / "research" / "head_tasks" / "models" / "dcformer")
 
-TINY = {
-    "vocab_size": 67,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "sliding_window": 6,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+TINY = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY |= {"max_position_embeddings": 64, "sliding_window": 6, "bos_token_id": None, "eos_token_id": None}
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+NOT_COMPOSED = {"compose_pre": False, "compose_post": False}
+AS_GPT_2 = {"mlp_type": "plain", "hidden_act": "gelu", "norm_type": "layer_norm", "position_embedding_type": "learned"}
 
 # Every architecture that the configuration promises to cover by values alone.
 VARIANTS = {
@@ -30,18 +24,11 @@ VARIANTS = {
     "mlp_gate_and_one_global_in_four": {
         "mlp_gate_dim": 4,
         "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        "layer_types": [LOCAL, GLOBAL, LOCAL, LOCAL],
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
     },
-    "plain_gated_transformer": {"compose_pre": False, "compose_post": False},
-    "plain_transformer_with_learned_positions": {
-        "compose_pre": False,
-        "compose_post": False,
-        "mlp_type": "plain",
-        "hidden_act": "gelu",
-        "norm_type": "layer_norm",
-        "position_embedding_type": "learned",
-    },
+    "plain_gated_transformer": NOT_COMPOSED,
+    "plain_transformer_with_learned_positions": {**NOT_COMPOSED, **AS_GPT_2},
     "talking_heads": {"compose_static": True, "compose_query": False, "compose_key": False},
     "low_rank_only": {"compose_gate": False},
     "gates_only": {"compose_low_rank": False},
@@ -52,10 +39,7 @@ VARIANTS = {
     "post_only": {"compose_pre": False},
     "rank_1": {"compose_rank": 1},
     "rank_4": {"compose_rank": 4},
-    "seven_to_one": {
-        "num_hidden_layers": 8,
-        "layer_types": ["sliding_attention", "full_attention"] + ["sliding_attention"] * 6,
-    },
+    "seven_to_one": {"num_hidden_layers": 8, "layer_types": [LOCAL, GLOBAL] + [LOCAL] * 6},
     "all_global": {"sliding_window": None},
     "grouped": {"compose_groups": 2, "compose_rank": 1},
     "wide_heads": {"head_dim": 12},

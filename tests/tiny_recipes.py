@@ -8,27 +8,14 @@ import pytest
 from dcformer.training import Recipe, merge_recipes
 
 
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+TRAINING = {"max_steps": 6, "batch_tokens": 64, "per_device_batch_size": 2, "learning_rate": 3e-3, "report_to": "none"}
 TINY_RECIPE = {
     "name": "tiny",
-    "model": {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "sliding_window": 6,
-    },
+    "model": SIZES | {"sliding_window": 6},
     "tokenizer": "head_tasks",
     "data": {"source": "head_tasks", "documents": 40, "sequence_length": 16, "evaluation": {"documents": 4}},
-    "training": {
-        "max_steps": 6,
-        "batch_tokens": 64,
-        "per_device_batch_size": 2,
-        "learning_rate": 3e-3,
-        "logging_steps": 2,
-        "evaluation_steps": 4,
-        "save_steps": 3,
-        "report_to": "none",
-    },
+    "training": TRAINING | {"logging_steps": 2, "evaluation_steps": 4, "save_steps": 3},
 }
 
 

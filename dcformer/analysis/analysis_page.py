@@ -160,15 +160,15 @@ def _draw_panels(
 ) -> None:
     """Draw matrices; each has a colour scale of its own, unless `scale` says what the one of all shows."""
     strongest = max(float(matrix.abs().max()) for _, matrix in panels)
-    ticks = range(len(labels)), [label(text) for text in labels]
+    ticks, size = (range(len(labels)), [label(text) for text in labels]), 5 if len(labels) > 12 else 8
 
     def draw(figure: Figure) -> None:
         for number, (axis, matrix) in enumerate(_axes_of(figure, panels, columns, sharex=True, sharey=True)):
             most = max(strongest if scale else float(matrix.abs().max()), 1e-6)
             shown = matrix.masked_fill(matrix == 0, torch.nan)
             image = axis.imshow(shown, cmap=signed_colours(), vmin=-most, vmax=most)
-            axis.set_xticks(*ticks, rotation=90, fontsize=5)
-            axis.set_yticks(*ticks, fontsize=5)
+            axis.set_xticks(*ticks, rotation=90, fontsize=size)
+            axis.set_yticks(*ticks, fontsize=size)
             axis.tick_params(labelbottom=number + columns >= len(panels))  # no panel is below
         if scale:
             figure.colorbar(image, ax=figure.axes, label=scale).ax.set_ylim(0, strongest)

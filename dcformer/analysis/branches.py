@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 BRANCHES = ("static", "query_low_rank", "query_gate", "key_low_rank", "key_gate")
 OWN_HEAD = "own_head"
 STAGES = ("scores", "weights")  # the maps that are composed, before the softmax and after it
-_ABLATIONS = {branch: (branch,) for branch in BRANCHES} | dict.fromkeys(("pre", "post", "all"), BRANCHES)
+_ABLATIONS: dict[str, tuple[str, ...]] = {branch: (branch,) for branch in BRANCHES}
 _ABLATIONS |= {"query": ("query_low_rank", "query_gate"), "key": ("key_low_rank", "key_gate")}
+_ABLATIONS |= dict.fromkeys(("pre", "post", "all"), BRANCHES)
 TABLES = "A table of an analysis"
 
 

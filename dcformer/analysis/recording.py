@@ -126,7 +126,7 @@ def measured(
     layers: int | Sequence[int] | None,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> dict[tuple[int, str], list[Tensor]]:
-    """What `measure` makes of these maps of a layer, by the layer and its own names: a tensor for each forward pass."""
+    """Tensors that `measure` makes of these maps of a layer, one for each forward pass, by the layer and its names."""
     computed: dict[str, Any] = {}  # of one layer, since layers run one after the other
     results: dict[tuple[int, str], list[Tensor]] = {}
 
@@ -166,7 +166,7 @@ def attention_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The attention modules of a Transformers model in the order of its layers; ValueError if it does not name them."""
     kind = (getattr(model, "_can_record_outputs", None) or {}).get("attentions")
     kind = getattr(kind, "target_class", kind)
-    modules = [module for module in model.modules() if isinstance(kind, type) and isinstance(module, kind)]
+    modules: list[Any] = [module for module in model.modules() if isinstance(kind, type) and isinstance(module, kind)]
     if not modules:
         name = type(model).__name__
         raise ValueError(

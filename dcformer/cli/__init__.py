@@ -5,6 +5,7 @@ import sys
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from ..version_dcformer import __version__
 from .analyse import analyse_command
@@ -37,7 +38,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     pass

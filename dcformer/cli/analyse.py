@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from ..common.terminal import progress_bar
 from .options import Debug, Device, Dtype, Model, Revision, Tokenizer
@@ -12,13 +13,13 @@ from .running import running_quietly, status
 
 def analyse_command(
     model: Model,
-    text: Annotated[str | None, typer.Option(help="Text to analyse.")] = None,
-    data: Annotated[Path | None, typer.Option(metavar="FILE", help="Text file to analyse, in UTF-8.")] = None,
-    output: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the page and its images.")] = Path("analysis"),
-    length: Annotated[int, typer.Option(help="Maximum tokens of a window of text.", min=2)] = 256,
-    windows: Annotated[int, typer.Option(help="Maximum number of windows.", min=1)] = 4,
+    text: Annotated[str | None, Option(help="Text to analyse.")] = None,
+    data: Annotated[Path | None, Option(metavar="FILE", help="Text file to analyse, in UTF-8.")] = None,
+    output: Annotated[Path, Option(metavar="DIR", help="Folder for the page and its images.")] = Path("analysis"),
+    length: Annotated[int, Option(help="Maximum tokens of a window of text.", min=2)] = 256,
+    windows: Annotated[int, Option(help="Maximum number of windows.", min=1)] = 4,
     layer: Annotated[
-        list[int] | None, typer.Option(help="Plot the heads of this layer; repeatable.", show_default="up to 64 heads")
+        list[int] | None, Option(help="Plot the heads of this layer; repeatable.", show_default="up to 64 heads")
     ] = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -43,15 +44,12 @@ def analyse_command(
         ids = loaded.tokenizer(text, verbose=False)["input_ids"]
         length = min(length, loaded.model.config.max_position_embeddings)
         texts = [ids[start : start + length] for start in range(0, min(len(ids), windows * length), length)]
-        with progress_bar() as (bar, _):
-            row = bar.add_task("Loading", total=None)
-            path = analyse(
-                loaded.model,
-                [window for window in texts if len(window) > 1],  # one token predicts none
-                output,
-                loaded.tokenizer,
-                name=model.rstrip("/").split("/")[-1],
-                layers=layer,
-                progress=lambda what, done, total: bar.update(row, description=what, completed=done, total=total),
-            )
+        texts = [window for window in texts if len(window) > 1]  # one token predicts none
+        name = model.rstrip("/").split("/")[-1]
+        with progress_bar("Loading") as (update, _):
+
+            def report(what: str, done: int, total: int) -> None:
+                update(description=what, completed=done, total=total)
+
+            path = analyse(loaded.model, texts, output, loaded.tokenizer, name=name, layers=layer, progress=report)
         print(path, flush=True)

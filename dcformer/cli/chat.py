@@ -4,7 +4,7 @@ import itertools
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from .generate import as_utf8, load_generator, open_stdin, print_text
 from .options import Debug, GenerationOptions, Model, with_options
@@ -14,11 +14,11 @@ from .running import running_quietly
 @with_options
 def chat_command(
     model: Model,
-    message: Annotated[str | None, typer.Argument(metavar="MESSAGE", help="First message.")] = None,
+    message: Annotated[str | None, Argument(metavar="MESSAGE", help="First message.")] = None,
     *,
     options: GenerationOptions,
     chat_template: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Chat template in Jinja.", show_default="the tokenizer's")
+        Path | None, Option(metavar="FILE", help="Chat template in Jinja.", show_default="the tokenizer's")
     ] = None,
     debug: Debug = False,
 ) -> None:

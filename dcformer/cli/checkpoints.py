@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 
 from .options import QUICK_HELP, Debug, Json, PaxConfig, Revision, Step, TrainConfig
 from .running import byte_progress, print_line, print_table, running_quietly, status
@@ -26,9 +27,9 @@ _CHECKPOINT = "The checkpoint: a bundled model, a local path, or a bucket or Hub
 class _Conversion:
     """The options of all conversions; each dataclass below is the signature of a command."""
 
-    source: Annotated[str, typer.Argument(metavar="SRC", help=_CHECKPOINT)]
-    destination: Annotated[str, typer.Argument(metavar="DST", help="The folder to create.")]
-    force: Annotated[bool, typer.Option("--force", help="Replace DST if it holds only a converted model.")] = False
+    source: Annotated[str, Argument(metavar="SRC", help=_CHECKPOINT)]
+    destination: Annotated[str, Argument(metavar="DST", help="The folder to create.")]
+    force: Annotated[bool, Option("--force", help="Replace DST if it holds only a converted model.")] = False
     debug: Debug = False
 
 
@@ -36,26 +37,24 @@ class _Conversion:
 class _ToTransformers(_Conversion):
     dtype: Annotated[
         Literal["keep", "float32", "bfloat16", "float16"],
-        typer.Option(metavar="TYPE", help="Of the parameters: keep (as in SRC), float32, bfloat16 or float16."),
+        Option(metavar="TYPE", help="Of the parameters: keep (as in SRC), float32, bfloat16 or float16."),
     ] = "keep"
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Tokenizer folder or tokenizer.json to save with the model.")
-    ] = None
-    with_code: Annotated[
-        bool, typer.Option("--with-code", help="Also write the model's code, for trust_remote_code.")
-    ] = False
+    tokenizer: Annotated[str | None, Option(help="Tokenizer folder or tokenizer.json to save with the model.")] = None
+    with_code: Annotated[bool, Option("--with-code", help="Also write the model's code, for trust_remote_code.")] = (
+        False
+    )
     max_shard_size: Annotated[
-        str, typer.Option(help="Largest size of a weights file, such as 4GB; memory grows with it.")
+        str, Option(help="Largest size of a weights file, such as 4GB; memory grows with it.")
     ] = "2GB"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _OfTheAuthors(_ToTransformers):
-    verify: Annotated[bool, typer.Option(help="Refuse NaN and infinity, and run a short forward pass.")] = True
+    verify: Annotated[bool, Option(help="Refuse NaN and infinity, and run a short forward pass.")] = True
     reference_logits: Annotated[
-        str | None, typer.Option(help="An .npz file with tokens and logits, which the model must reproduce in float32.")
+        str | None, Option(help="An .npz file with tokens and logits, which the model must reproduce in float32.")
     ] = None
-    tolerance: Annotated[float, typer.Option(help="Largest absolute difference from the reference logits.")] = 2e-4
+    tolerance: Annotated[float, Option(help="Largest absolute difference from the reference logits.")] = 2e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +69,7 @@ class _MaxText(_OfTheAuthors):
 class _Pax(_OfTheAuthors):
     """Convert PAX weights (.npz, .npy or zarr) for Transformers."""
 
-    config: Annotated[
-        str, typer.Option(help="The model's config.json, with the authors' keys or those of this package.")
-    ]
+    config: Annotated[str, Option(help="The model's config.json, with the authors' keys or those of this package.")]
     step: Step = None
 
 
@@ -97,19 +94,15 @@ class _Upcycle(_ToTransformers):
     Llama, Mistral, Qwen, SmolLM and GPT-NeoX models are taken, also as .gguf.
     """
 
-    rank: Annotated[int | None, typer.Option(help="Rank of composition.", show_default="2")] = None
-    groups: Annotated[int | None, typer.Option(help="Groups of heads that compose.", show_default="1")] = None
+    rank: Annotated[int | None, Option(help="Rank of composition.", show_default="2")] = None
+    groups: Annotated[int | None, Option(help="Groups of heads that compose.", show_default="1")] = None
     layers: Annotated[
-        Any, typer.Option(parser=_numbers, metavar="0,2-5", help="Layers that compose.", show_default="all")
+        Any, Option(parser=_numbers, metavar="0,2-5", help="Layers that compose.", show_default="all")
     ] = None
-    composition: Annotated[str | None, typer.Option(help="File of a trained composition, from save_composition.")] = (
-        None
-    )
-    seed: Annotated[int, typer.Option(help="Seed of the new parameters.")] = 0
-    verify: Annotated[bool, typer.Option(help="Refuse NaN and infinity, and compare logits with SRC's.")] = True
-    tolerance: Annotated[float, typer.Option(help="Largest difference of logits, relative to the largest logit.")] = (
-        1e-5
-    )
+    composition: Annotated[str | None, Option(help="File of a trained composition, from save_composition.")] = None
+    seed: Annotated[int, Option(help="Seed of the new parameters.")] = 0
+    verify: Annotated[bool, Option(help="Refuse NaN and infinity, and compare logits with SRC's.")] = True
+    tolerance: Annotated[float, Option(help="Largest difference of logits, relative to the largest logit.")] = 1e-5
     revision: Revision = None
 
 
@@ -117,17 +110,17 @@ class _Upcycle(_ToTransformers):
 class _ToMaxText(_Conversion):
     """Convert a Transformers folder for MaxText (orbax)."""
 
-    step: Annotated[int | None, typer.Option(help="Step to write.", show_default="the source's, or 0")] = None
-    scan_layers: Annotated[bool, typer.Option(help="Stack the layers in one array per parameter.")] = True
-    layers_per_block: Annotated[int | None, typer.Option(help="Layers in a block.", show_default="as in SRC")] = None
+    step: Annotated[int | None, Option(help="Step to write.", show_default="the source's, or 0")] = None
+    scan_layers: Annotated[bool, Option(help="Stack the layers in one array per parameter.")] = True
+    layers_per_block: Annotated[int | None, Option(help="Layers in a block.", show_default="as in SRC")] = None
     param_dtype: Annotated[
         Literal["keep", "float32", "bfloat16"],
-        typer.Option(metavar="TYPE", help="Of the arrays: keep (as in SRC), float32 or bfloat16."),
+        Option(metavar="TYPE", help="Of the arrays: keep (as in SRC), float32 or bfloat16."),
     ] = "keep"
-    fused_qkv: Annotated[bool, typer.Option("--fused-qkv", help="Write one array for query, key and value.")] = False
-    fused_mlp: Annotated[bool, typer.Option("--fused-mlp", help="Write one array for gate and up.")] = False
-    approximate: Annotated[bool, typer.Option("--approximate", help="Accept slightly different logits.")] = False
-    verify: Annotated[bool, typer.Option(help="Refuse NaN and infinity.")] = True
+    fused_qkv: Annotated[bool, Option("--fused-qkv", help="Write one array for query, key and value.")] = False
+    fused_mlp: Annotated[bool, Option("--fused-mlp", help="Write one array for gate and up.")] = False
+    approximate: Annotated[bool, Option("--approximate", help="Accept slightly different logits.")] = False
+    verify: Annotated[bool, Option(help="Refuse NaN and infinity.")] = True
     revision: Revision = None
 
 
@@ -148,6 +141,10 @@ def _add_command(name: str, function: str, options: type[_Conversion], show: Cal
     convert_app.command(name)(run)
 
 
+def _show_arrays(report: Any) -> None:
+    _print_end(report, f", step {report.step}: {len(report.arrays)} arrays, ")
+
+
 def _show_model(report: Any) -> None:
     source = report.source
     _print_location(source["format"], source["location"], source["step"], source.get("skipped_steps", {}))
@@ -156,10 +153,6 @@ def _show_model(report: Any) -> None:
         print_table("Arrays not converted", ("reason", "count"), Counter(report.ignored.values()).most_common())
     print_table("Verification", ("check", "result"), report.verification.items())
     _print_end(report, f": {report.resumed_shards} shards resumed, ")
-
-
-def _show_run(report: Any) -> None:
-    _print_end(report, f", step {report.step}: {len(report.arrays)} arrays, ")
 
 
 def _print_end(report: Any, what: str) -> None:
@@ -175,11 +168,11 @@ _add_command("maxtext", "convert_maxtext", _MaxText, _show_model)
 _add_command("pax", "convert_pax", _Pax, _show_model)
 _add_command("torch", "convert_torch", _Torch, _show_model)
 _add_command("upcycle", "upcycle", _Upcycle, _show_model)
-_add_command("to-maxtext", "convert_to_maxtext", _ToMaxText, _show_run)
+_add_command("to-maxtext", "convert_to_maxtext", _ToMaxText, _show_arrays)
 
 
 def inspect_command(
-    path: Annotated[str, typer.Argument(metavar="PATH", help=_CHECKPOINT)],
+    path: Annotated[str, Argument(metavar="PATH", help=_CHECKPOINT)],
     step: Step = None,
     train_config: TrainConfig = None,
     config: PaxConfig = None,
@@ -193,9 +186,8 @@ def inspect_command(
         from ..conversion import inspect_checkpoint
         from ..loading import find_folder
 
-        inspection = inspect_checkpoint(
-            find_folder(path), step=step, train_config=train_config, config=config, revision=revision
-        )
+        given: Any = {"step": step, "train_config": train_config, "config": config, "revision": revision}
+        inspection = inspect_checkpoint(find_folder(path), **given)
     if as_json:
         print(json.dumps(inspection.to_dict(), indent=2, default=str), flush=True)
         return
@@ -216,14 +208,12 @@ def inspect_command(
 
 
 def _print_location(format: str, location: str, step: int | None, skipped_steps: Mapping[str, str]) -> None:
-    """Print which checkpoint was read."""
     print_line(f"{format}, {location}" + ("" if step is None else f", step {step}"))
     for number, reason in skipped_steps.items():
         print_line(f"Step {number} was skipped: {reason}")
 
 
 def _print_origins(title: str, origins: Iterable[Any]) -> None:
-    """Print the values of a configuration and their sources."""
     rows = [(o.field, _short(o.value), "default" if o.is_default else "", o.origin) for o in origins]
     print_table(title, ("field", "value", "", "from"), rows)
 
@@ -238,8 +228,8 @@ def _shape(shape: Iterable[int]) -> str:
 
 
 def verify_command(
-    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint of any format; alone, a converted folder.")],
-    b: Annotated[str | None, typer.Argument(metavar="B", help="The checkpoint to compare A with.")] = None,
+    a: Annotated[str, Argument(metavar="A", help="A checkpoint of any format; alone, a converted folder.")],
+    b: Annotated[str | None, Argument(metavar="B", help="The checkpoint to compare A with.")] = None,
     train_config: TrainConfig = None,
     config: PaxConfig = None,
     as_json: Json = False,
@@ -283,7 +273,7 @@ def verify_command(
 
 
 def _print_first(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    """A table of the first 20 rows, and how many more there are; nothing without rows."""
+    """Print a table of the first 20 rows, and how many more there are; nothing without rows."""
     if rows:
         print_table(title, columns, rows[:20])
     if len(rows) > 20:
@@ -291,14 +281,13 @@ def _print_first(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str,
 
 
 def card_command(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of the model; its README.md is the card.")],
-    results: Annotated[Path, typer.Option(help="Folder with results of `dcformer eval`.")] = Path("results"),
+    model: Annotated[Path, Argument(metavar="MODEL", help="Folder of the model; its README.md is the card.")],
+    results: Annotated[Path, Option(help="Folder with results of `dcformer eval`.")] = Path("results"),
     evaluated_as: Annotated[
-        str | None,
-        typer.Option(help="Name of the model in the results.", show_default="any, with the weights in MODEL"),
+        str | None, Option(help="Name of the model in the results.", show_default="any, with the weights in MODEL")
     ] = None,
     paper_row: Annotated[
-        str | None, typer.Option(help="Row of Table 4 to add: DCFormer++2.8B, or none.", show_default="by MODEL's name")
+        str | None, Option(help="Row of Table 4 to add: DCFormer++2.8B, or none.", show_default="by MODEL's name")
     ] = None,
     debug: Debug = False,
 ) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from ..version_dcformer import __version__
 from .options import Debug, Device
@@ -31,7 +31,7 @@ MOST_IN_FLOAT32, MOST_OF_PLAIN = 1e-5, 2
 
 def env_command(
     check: Annotated[
-        bool, typer.Option("--check", help="Compare kernels with plain PyTorch, within a minute; status 1: wrong.")
+        bool, Option("--check", help="Compare kernels with plain PyTorch, within a minute; status 1: wrong.")
     ] = False,
     device: Device = None,
     debug: Debug = False,

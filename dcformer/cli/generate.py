@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
-import typer
+from typer import Argument, Option
 
 from ..common.terminal import progress_bar
 from .options import Debug, GenerationOptions, Model, with_options
@@ -24,15 +24,13 @@ if TYPE_CHECKING:
 @with_options
 def generate_command(
     model: Model,
-    prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="Text to continue.", show_default="stdin")
-    ] = None,
+    prompt: Annotated[str | None, Argument(metavar="PROMPT", help="Text to continue.", show_default="stdin")] = None,
     *,
     options: GenerationOptions,
-    prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Answer prompts: lines, or JSONL.")] = None,
-    field: Annotated[str | None, typer.Option(help="JSONL field: text or token ids.", show_default="prompt")] = None,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="JSONL of answers; repeat to resume.")] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Prompts per batch.", show_default="8")] = None,
+    prompts: Annotated[Path | None, Option(metavar="FILE", help="Answer prompts: lines, or JSONL.")] = None,
+    field: Annotated[str | None, Option(help="JSONL field: text or token ids.", show_default="prompt")] = None,
+    output: Annotated[Path | None, Option(metavar="FILE", help="JSONL of answers; repeat to resume.")] = None,
+    batch_size: Annotated[int | None, Option(min=1, help="Prompts per batch.", show_default="8")] = None,
     debug: Debug = False,
 ) -> None:
     """
@@ -74,40 +72,23 @@ def load_generator(model: str, options: GenerationOptions) -> TextGenerator:
     from ..generation import TextGenerator
     from ..loading import load_model
 
+    given = asdict(options)
+    names = ("dtype", "device", "attn_implementation", "oov_policy", "tokenizer", "revision")
+    of_loading = {name: given.pop(name) for name in names}
+    seed, stop, assistant = (given.pop(name) for name in ("seed", "stop", "assistant_model"))
     with status("Loading"):
-        loaded = load_model(
-            model,
-            dtype=options.dtype,
-            device=options.device,
-            attn_implementation=options.attn_implementation,
-            oov_policy=options.oov_policy,
-            tokenizer=options.tokenizer,
-            revision=options.revision,
-        )
-        assistant = None
-        if options.assistant_model:
-            assistant = load_model(options.assistant_model, dtype=options.dtype, device=options.device)
-    if options.seed is not None:
-        set_seed(options.seed)
-    return TextGenerator(
-        loaded,
-        stop_strings=[as_utf8(string) for string in options.stop or ()],
-        assistant=assistant,
-        warn=lambda sentence: print(f"Warning: {sentence}", file=sys.stderr),
-        max_new_tokens=options.max_new_tokens,
-        do_sample=options.do_sample,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-        num_beams=options.num_beams,
-        cache_implementation=options.cache_implementation,
-    )
+        loaded = load_model(model, **of_loading)
+        assistant = load_model(assistant, dtype=options.dtype, device=options.device) if assistant else None
+    if seed is not None:
+        set_seed(seed)
+
+    def warn(sentence: str) -> None:
+        print(f"Warning: {sentence}", file=sys.stderr)
+
+    return TextGenerator(loaded, stop_strings=[*map(as_utf8, stop or ())], assistant=assistant, warn=warn, **given)
 
 
 def _answer_file(model: str, options: GenerationOptions, file: Path, output: Path, field: str, batch_size: int) -> None:
-    from rich.progress import MofNCompleteColumn, TimeRemainingColumn
     from transformers import set_seed
 
     from ..common.files import json_digest
@@ -137,16 +118,12 @@ def _answer_file(model: str, options: GenerationOptions, file: Path, output: Pat
                     settings[str(path)] = [path.stat().st_size, path.stat().st_ctime_ns]
         elif source:
             settings[name] = [source, find_commit(folder, revision)]
-    with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as (bar, _):
-        row = bar.add_task("Answering", total=len(records))
-        write_answers(
-            records,
-            answer,
-            output,
-            batch_size=batch_size,
-            settings=settings,
-            on_progress=lambda done: bar.update(row, completed=done),
-        )
+    with progress_bar("Answering") as (update, _):
+
+        def report(done: int) -> None:
+            update(completed=done, total=len(records))
+
+        write_answers(records, answer, output, batch_size=batch_size, settings=settings, on_progress=report)
 
 
 def print_text(pieces: Generator[str, None, Generated]) -> Generated:

@@ -7,31 +7,30 @@ from dataclasses import dataclass
 from inspect import Parameter
 from typing import Annotated, Any, Literal
 
-import typer
+from typer import Argument, Option
 
 
 # Without this typer would import pydantic for the missing value of --help, which takes a third of a help's time.
 QUICK_HELP = {"default_map": {"help": False}}
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A bundled model, a folder, or a name on the Hub.")]
-Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: also for other machines.")]
-Step = Annotated[int | None, typer.Option(help="Training step to read from a run folder.", show_default="the latest")]
+Model = Annotated[str, Argument(metavar="MODEL", help="A bundled model, a folder, or a name on the Hub.")]
+Host = Annotated[str, Option(help="Address to listen on; 0.0.0.0: also for other machines.")]
+Step = Annotated[int | None, Option(help="Training step to read from a run folder.", show_default="the latest")]
 TrainConfig = Annotated[
-    str | None,
-    typer.Option(help="Training YAML of a MaxText run.", show_default="train_config.yml beside the step, if any"),
+    str | None, Option(help="Training YAML of a MaxText run.", show_default="train_config.yml beside the step, if any")
 ]
-PaxConfig = Annotated[str | None, typer.Option("--config", help="The config.json that describes a PAX checkpoint.")]
+PaxConfig = Annotated[str | None, Option("--config", help="The config.json that describes a PAX checkpoint.")]
 Dtype = Annotated[
     Literal["bfloat16", "float16", "float32"] | None,
-    typer.Option(help="Data type of the parameters.", show_default="as stored"),
+    Option(help="Data type of the parameters.", show_default="as stored"),
 ]
-Device = Annotated[str | None, typer.Option(help="Such as cuda:1, mps or cpu.", show_default="the first GPU, else cpu")]
+Device = Annotated[str | None, Option(help="Such as cuda:1, mps or cpu.", show_default="the first GPU, else cpu")]
 Tokenizer = Annotated[
-    str | None, typer.Option(help="Bundled model, folder, tokenizer.json or Hub name.", show_default="the model's")
+    str | None, Option(help="Bundled model, folder, tokenizer.json or Hub name.", show_default="the model's")
 ]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.", show_default="main")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
+Revision = Annotated[str | None, Option(help="Branch, tag or commit on the Hub.", show_default="main")]
+Json = Annotated[bool, Option("--json", help="Print the result as JSON.")]
+Debug = Annotated[bool, Option("--debug", help="Show the full traceback of an error.")]
 
 _CONFIG = "generation_config.json"
 
@@ -41,35 +40,33 @@ class GenerationOptions:
     """Options of the commands that generate text."""
 
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum number of new tokens.", show_default=f"{_CONFIG}, else 256")
+        int | None, Option(min=1, help="Maximum number of new tokens.", show_default=f"{_CONFIG}, else 256")
     ] = None
     do_sample: Annotated[
-        bool | None, typer.Option("--do-sample/--greedy", help="Sample, or decode greedily.", show_default=_CONFIG)
+        bool | None, Option("--do-sample/--greedy", help="Sample, or decode greedily.", show_default=_CONFIG)
     ] = None
-    temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature; 0: decode greedily.")] = None
-    top_k: Annotated[int | None, typer.Option(help="Sample from the k likeliest tokens; 0: all.")] = None
-    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Sample from the likeliest that sum to this.")] = (
-        None
-    )
-    min_p: Annotated[float | None, typer.Option(min=0, max=1, help="Least probability, as a share of the top.")] = None
-    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1, repeat tokens less often.")] = None
-    num_beams: Annotated[int | None, typer.Option(min=1, help="Number of beams of a beam search.")] = None
-    seed: Annotated[int | None, typer.Option(help="Seed of sampling.")] = None
+    temperature: Annotated[float | None, Option(min=0, help="Sampling temperature; 0: decode greedily.")] = None
+    top_k: Annotated[int | None, Option(help="Sample from the k likeliest tokens; 0: all.")] = None
+    top_p: Annotated[float | None, Option(min=0, max=1, help="Sample from the likeliest that sum to this.")] = None
+    min_p: Annotated[float | None, Option(min=0, max=1, help="Least probability, as a share of the top.")] = None
+    repetition_penalty: Annotated[float | None, Option(help="Above 1, repeat tokens less often.")] = None
+    num_beams: Annotated[int | None, Option(min=1, help="Number of beams of a beam search.")] = None
+    seed: Annotated[int | None, Option(help="Seed of sampling.")] = None
     stop: Annotated[
-        list[str] | None, typer.Option(help="End the text before this string; repeatable.", show_default=_CONFIG)
+        list[str] | None, Option(help="End the text before this string; repeatable.", show_default=_CONFIG)
     ] = None
     dtype: Dtype = None
     device: Device = None
-    attn_implementation: Annotated[str | None, typer.Option(help="Such as dcmha_plain.", show_default="auto")] = None
+    attn_implementation: Annotated[str | None, Option(help="Such as dcmha_plain.", show_default="auto")] = None
     oov_policy: Annotated[
         Literal["error", "clamp"] | None,
-        typer.Option(help="Token ids without embedding: refuse them, or use the last.", show_default="config.json"),
+        Option(help="Token ids without embedding: refuse them, or use the last.", show_default="config.json"),
     ] = None
     cache_implementation: Annotated[
         Literal["dynamic", "static", "offloaded", "offloaded_static", "quantized"] | None,
-        typer.Option("--cache", help="Kind of cache.", show_default="dynamic"),
+        Option("--cache", help="Kind of cache.", show_default="dynamic"),
     ] = None
-    assistant_model: Annotated[str | None, typer.Option(help="Small model that drafts tokens.")] = None
+    assistant_model: Annotated[str | None, Option(help="Small model that drafts tokens.")] = None
     tokenizer: Tokenizer = None
     revision: Revision = None
 

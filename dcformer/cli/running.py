@@ -1,25 +1,79 @@
-"""The frame in which commands run and print: models registered, errors in one line, other libraries silent."""
+"""The frame in which commands run and print: errors of one line, signals, other libraries silent."""
+
+from __future__ import annotations
 
 import contextlib
-import functools
 import logging
+import os
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING
 
+import typer
+
+from ..common.processes import count_processes, is_first_process
 from ..common.quiet import quiet_libraries
-from ..common.terminal import make_console, one_line_errors, progress_bar
+from ..common.terminal import make_console, progress_bar
+
+
+if TYPE_CHECKING:
+    from rich.status import Status
 
 
 @contextlib.contextmanager
-def running_command(
-    debug: bool, interrupted: str = "Interrupted.", is_first: bool = True, loads_models: bool = True
-) -> Iterator[None]:
-    """Run the body of a command as `one_line_errors` does, with the models registered if it loads any."""
-    with one_line_errors(debug, interrupted, is_first):
-        for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):  # log at import, which concerns no user
-            logging.getLogger(name).setLevel(logging.ERROR)
-        if loads_models:
-            from .. import public  # noqa: F401
+def running_command(debug: bool, interrupted: str = "Interrupted.") -> Iterator[None]:
+    """
+    Turn exceptions into one line on stderr and exit status 1, or 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
+
+    `debug` lets exceptions through; `interrupted` is printed after a signal, by the first of several processes.
+    """
+    for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):  # log at import, which concerns no user
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        with _signals_as_interruptions():
+            yield
+    except KeyboardInterrupt as error:
+        if is_first_process():
+            print(interrupted, file=sys.stderr)
+        number = next((number for number in error.args if isinstance(number, int)), signal.SIGINT)
+        raise typer.Exit(128 + number) from None
+    except BrokenPipeError:  # the reader of stdout ended, as `head` does; Python would print an error when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Exception as error:
+        if debug:
+            raise
+        if is_first_process() or not isinstance(error, ValueError | OSError):
+            text = str(error)
+            if isinstance(error, OSError) and error.filename is not None and error.strerror:  # without "[Errno 2]"
+                text = f"{error.filename!r}: {error.strerror}."
+            print(f"Error: {' '.join(text.split()) or type(error).__name__}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+@contextlib.contextmanager
+def _signals_as_interruptions() -> Iterator[None]:
+    """Raise KeyboardInterrupt with its number on SIGTERM and SIGHUP, so that results are kept as after Ctrl-C."""
+    chosen = []
+    # Processes of torchrun keep the default: one that waits for others in a collective would never raise.
+    if threading.current_thread() is threading.main_thread() and count_processes() == 1:
+        numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        chosen = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]  # nohup ignores SIGHUP
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        for ignored in chosen:  # a closing terminal sends two; the second must not interrupt the clean-up
+            signal.signal(ignored, lambda *_: None)
+        raise KeyboardInterrupt(number)
+
+    try:
+        for number in chosen:
+            signal.signal(number, interrupt)
         yield
+    finally:
+        for number in chosen:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
@@ -34,17 +88,20 @@ def byte_progress(task: str) -> Iterator[Callable[[int], Callable[[int], None]]]
     """A progress bar of bytes on stderr, for conversions."""
     from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    with progress_bar(DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as (bar, _):
-        yield lambda total: functools.partial(bar.advance, bar.add_task(task, total=total))
+    with progress_bar(task, DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as (update, _):
+
+        def start(total: int) -> Callable[[int], None]:
+            update(total=total)
+            return lambda nbytes: update(advance=nbytes)
+
+        yield start
 
 
-@contextlib.contextmanager
-def status(task: str) -> Iterator[None]:
+def status(task: str) -> Status:
     """A spinner on stderr, if that is a terminal."""
     from rich.console import Console
 
-    with Console(stderr=True).status(task, spinner="line"):
-        yield
+    return Console(stderr=True).status(task, spinner="line")
 
 
 def print_line(text: str) -> None:

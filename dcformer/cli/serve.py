@@ -4,6 +4,7 @@ import time
 from typing import Annotated, Literal
 
 import typer
+from typer import Option
 
 from .options import Debug, Device, Dtype, Host, Model, Revision, Tokenizer
 from .running import running_quietly, status
@@ -17,10 +18,10 @@ def serve_command(
     context: typer.Context,
     model: Model,
     engine: Annotated[
-        Literal["auto", "vllm", "transformers"], typer.Option(help="Server; auto: vllm if it is installed.")
+        Literal["auto", "vllm", "transformers"], Option(help="Server; auto: vllm if it is installed.")
     ] = "auto",
     host: Host = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    port: Annotated[int, Option(help="Port to listen on.")] = 8000,
     dtype: Dtype = None,
     tokenizer: Tokenizer = None,
     revision: Revision = None,
@@ -48,8 +49,8 @@ def serve_command(
 def demo_command(
     model: Model = "dcformer-tiny",
     host: Host = "127.0.0.1",
-    port: Annotated[int | None, typer.Option(help="Port.", show_default="the first free one from 7860")] = None,
-    browser: Annotated[bool, typer.Option(help="Open the demo in a browser.")] = True,
+    port: Annotated[int | None, Option(help="Port.", show_default="the first free one from 7860")] = None,
+    browser: Annotated[bool, Option(help="Open the demo in a browser.")] = True,
     dtype: Dtype = None,
     device: Device = None,
     tokenizer: Tokenizer = None,

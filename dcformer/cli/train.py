@@ -1,11 +1,12 @@
 """`dcformer train`; for several processes `torchrun -m dcformer.cli train`."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from ..common.processes import is_first_process, leaving_process_group
 from ..common.quiet import quiet_libraries
@@ -18,24 +19,22 @@ _INTERRUPTED = "Interrupted; checkpoints are kept, run the same command to resum
 
 
 def train_command(
-    recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="YAML file of a recipe, or the name of a packaged recipe.")
-    ],
-    output: Annotated[str | None, typer.Option(help="Folder of the run.", show_default="as the recipe says")] = None,
+    recipe: Annotated[str, Argument(metavar="RECIPE", help="YAML file of a recipe, or the name of a packaged recipe.")],
+    output: Annotated[str | None, Option(help="Folder of the run.", show_default="as the recipe says")] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Replace a value: training.max_steps=20; repeatable."),
+        Option("--set", metavar="KEY=VALUE", help="Replace a value: training.max_steps=20; repeatable."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option(help="Resume from the last complete checkpoint, or remove checkpoints and start over.")
+        bool, Option(help="Resume from the last complete checkpoint, or remove checkpoints and start over.")
     ] = True,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what the run will do, and measure a step and an evaluation.")
+        bool, Option("--dry-run", help="Say what the run will do, and measure a step and an evaluation.")
     ] = False,
     debug: Debug = False,
 ) -> None:
     """Train the model or the sweep of a recipe. The same command resumes it after a stop."""
-    with running_command(debug, _INTERRUPTED, is_first_process()), leaving_process_group():
+    with running_command(debug, _INTERRUPTED), leaving_process_group():
         from ..training import load_recipe, train
 
         loaded = load_recipe(recipe, overrides or ())
@@ -50,13 +49,13 @@ def train_command(
                 return
             sweep, planned = plan_sweep(loaded)
             runs = [run.recipe for run in sweep.chosen(planned) if run.seed == sweep.seeds[0]]
-        if dry_run:
-            with quiet_libraries(messages=False, datasets=True):
+        with quiet_libraries(messages=False, datasets=True):
+            if dry_run:
                 for run in runs:
                     train(replace(run, sweep=None), on_message=print_line, dry_run=True)
-            return
-        with quiet_libraries(messages=False, datasets=True), _progress(loaded.name) as (on_progress, on_message):
-            result = train(loaded, resume=resume, on_progress=on_progress, on_message=on_message)
+                return
+            with _progress(loaded.name) as on_progress:
+                result = train(loaded, resume=resume, on_progress=on_progress, on_message=_say)
         if is_first_process():
             print_line(_summary(result))
 
@@ -71,24 +70,24 @@ def _summary(result: dict[str, Any]) -> str:
     return f"{result['folder']}: {', '.join(parts)}"
 
 
-@contextlib.contextmanager
-def _progress(name: str) -> Iterator[tuple[Callable[[int, int, dict[str, float]], None], Callable[[str], None]]]:
-    """A bar on stderr; if that is no terminal, a line for every record of the log. Messages are lines in both cases."""
-    from rich.progress import MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)  # above the bar, which takes stderr over
 
-    counters = (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+
+@contextlib.contextmanager
+def _progress(name: str) -> Iterator[Callable[[int, int, dict[str, float]], None]]:
+    """A bar on stderr; if that is no terminal, a line for every record of the log."""
     figures = {"loss": "loss {:.4f}", "eval_loss": "evaluation loss {:.4f}"}
     figures |= {"tokens_per_second": "tokens/s {:,.0f}", "mfu": "MFU {:.1%}"}
-    with progress_bar(*counters) as (bar, console):
-        row = bar.add_task(name, total=None)
+    with progress_bar(name) as (update, say):
         printed: dict[str, float] = {}
 
-        def update(step: int, total: int, record: dict[str, float]) -> None:
+        def on_progress(step: int, total: int, record: dict[str, float]) -> None:
             nonlocal printed
             text = ", ".join(text.format(record[key]) for key, text in figures.items() if record.get(key) is not None)
-            bar.update(row, completed=step, total=total, description=f"{name} {text}".rstrip())
-            if console is not None and record is not printed and record:
+            update(completed=step, total=total, description=f"{name} {text}".rstrip())
+            if record is not printed and record:
                 printed = record  # a step may have a record of its loss and one of an evaluation
-                console.print(f"step {record['step']} of {total}: {text}", soft_wrap=True)
+                say(f"step {record['step']} of {total}: {text}")
 
-        yield update, lambda text: bar.console.print(text, soft_wrap=True)
+        yield on_progress

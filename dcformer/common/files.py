@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
@@ -50,9 +50,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             file.write(content)
         return
     path = path.resolve()
-    unfinished = path.with_name(
-        f"{path.name}.partial"
-    )  # a killed process may leave it behind; the next one replaces it
+    unfinished = path.with_name(f"{path.name}.partial")  # left behind if the process is killed; the next replaces it
     try:
         with unfinished.open("wb") as file:
             file.write(content)
@@ -71,14 +69,10 @@ def set_usual_mode(*paths: str | os.PathLike) -> None:
         os.chmod(path, 0o666 & ~mask)
 
 
-def file_digest(path: Path, advance: Callable[[int], object] = lambda nbytes: None) -> str:
-    """The SHA-256 of a file in hexadecimal digits; `advance` is called with the bytes of every part that is read."""
-    digest = hashlib.sha256()
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file in hexadecimal digits."""
     with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-            advance(len(block))
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def make_manifest(folder: Path, paths: Iterable[Path] | None = None) -> Manifest:
@@ -96,9 +90,7 @@ def make_manifest(folder: Path, paths: Iterable[Path] | None = None) -> Manifest
     return manifest
 
 
-def find_damage(
-    folder: Path, manifest: Mapping[str, Any], advance: Callable[[int], object] = lambda nbytes: None
-) -> str | None:
+def find_damage(folder: Path, manifest: Mapping[str, Any]) -> str | None:
     """Describe in a sentence the first file that differs from the manifest; None if none does."""
     for name, expected in manifest.items():
         check_relative(name)
@@ -107,7 +99,7 @@ def find_damage(
             return f"{str(path)!r} is missing."
         if (size := path.stat().st_size) != expected["size"]:
             return f"{str(path)!r} has {size:,} bytes instead of {expected['size']:,}."
-        if file_digest(path, advance) != expected["sha256"]:
+        if file_digest(path) != expected["sha256"]:
             return f"{str(path)!r} was changed: its SHA-256 is not the one that was recorded."
     return None
 

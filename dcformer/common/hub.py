@@ -33,10 +33,7 @@ def find_commit(name: str, revision: str | None = None) -> str:
         OSError: if there is no such model or revision, or it can be neither reached nor found in the cache.
     """
     with naming_what_is_missing(name, revision):
-        config = cached_file(name, "config.json", revision=revision)
-    if config is None:
-        raise FileNotFoundError(f"{name!r} on the Hub is not a model: there is no config.json in it.")
-    return Path(config).parent.name  # the cache has a folder for every commit
+        return Path(cached_file(name, "config.json", revision=revision)).parent.name  # the folder of the commit
 
 
 def load_from_hub(load: Callable[..., Any], name: str, configuration: str | None = None, **options: Any) -> Any:

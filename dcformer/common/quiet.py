@@ -1,7 +1,6 @@
 """Silence for libraries, so that their messages and progress bars do not mix with those of a command."""
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,8 +28,4 @@ def quiet_libraries(*, messages: bool = True, datasets: bool = False) -> Iterato
             for library in (*libraries, hub.logging):
                 before.callback(library.set_verbosity, library.get_verbosity())
                 library.set_verbosity_error()
-            # On some processors it warns at import that an optional package is missing.
-            quantization = logging.getLogger("bitsandbytes")
-            before.callback(quantization.setLevel, quantization.level)
-            quantization.setLevel(logging.ERROR)
         yield

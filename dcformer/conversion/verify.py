@@ -73,8 +73,11 @@ def verify_hashes(folder: str | os.PathLike, *, progress: Progress = lambda tota
     expected = report["files"]
     nbytes = sum(entry["size"] for entry in expected.values())
     advance = progress(nbytes)
-    damages = {name: find_damage(folder, {name: entry}, advance) for name, entry in expected.items()}
-    problems = {name: damage for name, damage in damages.items() if damage is not None}
+    problems = {}
+    for name, entry in expected.items():
+        if damage := find_damage(folder, {name: entry}):
+            problems[name] = damage
+        advance(entry["size"])
     steps = {Path(name).parts[0] for name in expected if len(Path(name).parts) > 1}
     unlisted = [path for path in folder.iterdir() if path.name.endswith(_WEIGHTS)]
     unlisted += [path for step in steps for path in (folder / step).rglob("*") if path.is_file()]

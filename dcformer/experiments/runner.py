@@ -182,15 +182,15 @@ def _write_results(
 @contextlib.contextmanager
 def _progress(runs: int) -> Iterator[OnProgress]:
     """One bar on stderr for all runs; if that is no terminal, a line for every run that starts."""
-    with progress_bar(TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn()) as (bar, console):
-        row = bar.add_task("Sweep", total=runs)
+    with progress_bar("Sweep", TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn()) as (update, say):
+        update(total=runs)
         done: dict[str, float] = {}
 
-        def update(name: str, step: int, total: int, record: dict[str, float]) -> None:
-            if name not in done and console is not None:
-                console.print(f"{name} ({len(done) + 1} of {runs})", soft_wrap=True)
+        def on_progress(name: str, step: int, total: int, record: dict[str, float]) -> None:
+            if name not in done:
+                say(f"{name} ({len(done) + 1} of {runs})")
             done[name] = step / total
             loss = f", loss {record['loss']:.4f}" if "loss" in record else ""
-            bar.update(row, completed=sum(done.values()), description=f"{name} ({len(done)} of {runs}){loss}")
+            update(completed=sum(done.values()), description=f"{name} ({len(done)} of {runs}){loss}")
 
-        yield update
+        yield on_progress

@@ -225,6 +225,7 @@ def test_ablation_ends_with_an_exception_and_refuses_what_is_not_there():
     for wrong, arguments, message in (
         (model, {"branch": "static"}, "no branch 'static'"),
         (model, {"branch": "gate"}, "got 'gate'"),
+        (tiny_model("query_wise"), {"branch": "key_gate"}, "no branch 'key_gate'"),
         (tiny_model("post_only"), {"branch": "pre"}, "no branch 'pre'"),
         (tiny_model("plain_gated_transformer"), {}, "must compose"),
         (some_model("llama"), {}, "must compose"),

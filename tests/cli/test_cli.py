@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 
 import dcformer
 from dcformer.cli import app, environment, main
-from dcformer.cli.running import print_line, print_table
-from dcformer.common.terminal import one_line_errors
+from dcformer.cli.running import print_line, print_table, running_command
 from dcformer.dcmha import BACKENDS, Backend
 from dcformer.plain_dcformer import plain_attention
 
@@ -103,7 +102,7 @@ def default_signals():
 @pytest.mark.parametrize("name", STATUS)
 def test_a_signal_ends_a_command_with_its_status_and_a_message(name, capsys):
     before = [signal.getsignal(getattr(signal, other)) for other in STATUS]
-    with pytest.raises(typer.Exit) as ended, one_line_errors(debug=False, interrupted="Stopped."):
+    with pytest.raises(typer.Exit) as ended, running_command(debug=False, interrupted="Stopped."):
         try:
             os.kill(os.getpid(), getattr(signal, name))
             pytest.fail("the signal was not heard")
@@ -118,12 +117,12 @@ def test_a_signal_ends_a_command_with_its_status_and_a_message(name, capsys):
 def test_an_ignored_signal_stays_ignored_and_torchrun_keeps_its_own(monkeypatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
-        with one_line_errors(debug=False):
+        with running_command(debug=False):
             os.kill(os.getpid(), signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with one_line_errors(debug=False):
+    with running_command(debug=False):
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 

@@ -74,9 +74,9 @@ def test_damage_is_found_wherever_it_is_and_only_inside_the_folder(tmp_path):
     (tmp_path / "b").mkdir()
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
-    manifest, read = make_manifest(tmp_path), []
+    manifest = make_manifest(tmp_path)
     assert manifest == {n: {"size": len(c), "sha256": hashlib.sha256(c).hexdigest()} for n, c in contents.items()}
-    assert find_damage(tmp_path, manifest, read.append) is None and sum(read) == sum(map(len, contents.values()))
+    assert find_damage(tmp_path, manifest) is None
     for name, position in (("a", 0), ("b/c", 0), ("b/c", 2**20), ("b/c", 4_999_999), ("d", 2**21 - 1)):
         changed = bytearray(contents[name])
         changed[position] ^= 1

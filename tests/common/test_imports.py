@@ -1,6 +1,7 @@
 """Imports inside the package go in one direction, by public names, and without circles."""
 
 import ast
+import functools
 import importlib
 from pathlib import Path
 
@@ -32,8 +33,10 @@ MODULES = {
 }
 
 
+@functools.cache
 def imported(module):
     """Modules of the package that one of them imports anywhere in its text, except only for annotations."""
+    others = set()
     tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
     tests = (node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     for_annotations = {id(inner) for node in tests for inner in ast.walk(node)}
@@ -45,7 +48,8 @@ def imported(module):
             if len(base) == 1:  # a module may be public
                 package = importlib.import_module(f"dcformer.{base[0]}")
                 names -= {f"{base[0]}.{name}" for name in getattr(package, "__all__", ())}
-            yield from (names & MODULES.keys()) - {module}
+            others |= (names & MODULES.keys()) - {module}
+    return others
 
 
 def part(module):
@@ -69,9 +73,7 @@ def test_no_two_files_are_called_alike():
 
 
 def test_there_are_no_circular_imports():
-    waiting = {
-        module: {other for other in imported(module) if not module.startswith(f"{other}.")} for module in MODULES
-    }
+    waiting = {name: {other for other in imported(name) if not name.startswith(f"{other}.")} for name in MODULES}
     while free := [module for module, needed in waiting.items() if not needed]:
         for module in free:
             del waiting[module]
