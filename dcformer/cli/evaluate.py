@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from ..common.processes import leaving_process_group
 from ..common.terminal import make_console, progress_bar
 from .options import Debug, Device, Revision, Tokenizer
 from .running import print_table, running_command
@@ -86,7 +85,7 @@ def eval_command(
     debug: Debug = False,
 ) -> None:
     """Evaluate models on tasks or texts, and print the tables."""
-    with running_command(debug, _INTERRUPTED), leaving_process_group():
+    with running_command(debug, _INTERRUPTED):
         from ..eval import AUTHORS_TASKS, EvaluationOptions, build_report, evaluate, find_tasks
 
         with progress_bar("Reading") as (update, say):
@@ -158,7 +157,7 @@ def tasks_command(
 
 def lm_eval_command(context: typer.Context, debug: Debug = False) -> None:
     """Run lm-eval's own command line. It knows the models of this package: --model hf, or dcformer."""
-    with running_command(debug), leaving_process_group():
+    with running_command(debug):
         from ..eval import DCFormerLM  # noqa: F401  (registers it, or names the extra)
         from ..pretrained import pretrained_names
 

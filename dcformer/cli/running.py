@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ..common.processes import count_processes, is_first_process
+from ..common.processes import count_processes, is_first_process, leaving_process_group
 from ..common.quiet import quiet_libraries
 from ..common.terminal import make_console, progress_bar
 
@@ -33,7 +33,7 @@ def running_command(debug: bool, interrupted: str = "Interrupted.") -> Iterator[
     for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):  # log at import, which concerns no user
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        with _signals_as_interruptions():
+        with _signals_as_interruptions(), leaving_process_group():
             yield
     except KeyboardInterrupt as error:
         if is_first_process():

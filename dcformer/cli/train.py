@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from ..common.processes import is_first_process, leaving_process_group
+from ..common.processes import is_first_process
 from ..common.quiet import quiet_libraries
 from ..common.terminal import progress_bar
 from .options import Debug
@@ -34,7 +34,7 @@ def train_command(
     debug: Debug = False,
 ) -> None:
     """Train the model or the sweep of a recipe. The same command resumes it after a stop."""
-    with running_command(debug, _INTERRUPTED), leaving_process_group():
+    with running_command(debug, _INTERRUPTED):
         from ..training import load_recipe, train
 
         loaded = load_recipe(recipe, overrides or ())

@@ -2,8 +2,9 @@
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 
 Result = TypeVar("Result")
@@ -47,7 +48,6 @@ def leaving_process_group() -> Iterator[None]:
     try:
         yield
     finally:
-        import torch
-
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch: Any = sys.modules.get("torch")  # which some commands do not import
+        if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

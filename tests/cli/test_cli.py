@@ -144,29 +144,6 @@ def test_a_text_that_is_not_utf8_is_named_with_its_line(tmp_path):
         assert failed.exit_code == 1 and f"'{file}' must be UTF-8" in failed.stderr and "line 2" in failed.stderr
 
 
-MISSPELT = {
-    "chat": (["dcformer-tny"],),
-    "generate": (["dcformer-tny", "x"], ["dcformer-tiny", "x", "--assistant-model", "transformer_tiny"]),
-    "analyse": (["Dcformer-tiny", "--text", "x"], ["dcformer-tiny", "--text", "x", "--tokenizer", "dcformer-tny"]),
-    "eval": (["dcformer"],),
-    "serve": (["dcformer-tiny2"],),
-    "demo": (["transformer"],),
-    "inspect": (["dcformer-tny"],),
-    "verify": (["dcformer-tny"], ["dcformer-tiny", "dcformer-tny"]),
-    "convert": [[kind, "dcformer-tny", "new"] for kind in ("maxtext", "torch", "upcycle", "to-maxtext")],
-}
-
-
-@pytest.mark.parametrize("command", MISSPELT)
-def test_a_misspelt_bundled_model_is_refused_with_their_names(command, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the Hub was asked"))
-    for words in MISSPELT[command]:
-        failed = call(command, *words)
-        assert failed.exit_code == 1 and failed.stderr.startswith("Error: There is no folder and no bundled model '")
-        assert "dcformer-tiny and transformer-tiny" in failed.stderr and failed.stderr.count("\n") == 1
-
-
 def test_checkpoints_may_be_bundled_models_or_folders_with_similar_names(tmp_path, monkeypatch):
     shutil.copytree(dcformer.pretrained_path("dcformer-tiny"), tmp_path / "dcformer-tny")
     monkeypatch.chdir(tmp_path)

@@ -236,17 +236,21 @@ def test_a_revision_of_the_hub_is_converted_and_inspected(hub):
 
 @pytest.mark.parametrize(
     "command",
-    ["generate {} x", "inspect {}", "verify {}", "verify acme/theirs {}", "convert torch {} out", "serve {}"]
+    ["generate {} x", "chat {}", "demo {}", "inspect {}", "verify {}", "verify acme/theirs {}", "convert torch {} out"]
     + ["convert upcycle {} out", "convert upcycle {}/x.gguf out", "convert to-maxtext {} out", "analyse {} --text x"]
+    + ["analyse acme/theirs --text x --tokenizer {}", "generate acme/theirs x --assistant-model {}", "serve {}"]
     + ["eval {}", "eval acme/theirs --baseline {}", "generate acme/theirs x --tokenizer {}", "card {}"]
     + ["eval acme/theirs --revision {}", "convert torch acme/theirs out --tokenizer {}"]
     + ["train dcformer++-405m --set tokenizer=dcformer-tiny --set data.streaming=false --set data.source={}"],
 )
-def test_a_name_that_is_not_in_the_cache_is_named_in_one_sentence(command, hub):
-    for name in ("acme/absent", "absent"):  # the second may be a misspelt folder
+def test_a_name_that_is_not_there_is_named_in_one_sentence(command, hub, monkeypatch):
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the Hub was asked"))
+    is_model = not any(word in command for word in ("--revision", "card", ".gguf", "train"))
+    for name in ("acme/absent", "absent", "Dcformer-tny"):  # the second may be a misspelt folder
         failed = call(command.format(name))
         assert failed.exit_code == 1 and failed.stdout == ""
         *before, sentence = failed.stderr.splitlines()  # training says what it reads
         assert name in sentence and len(before) == command.startswith("train")
         missing = "not in the cache of the Hub" if "/" in name or "--revision" in command else "There is no f"
         assert missing in failed.stderr or command.startswith("card")
+        assert name != "Dcformer-tny" or not is_model or "dcformer-tiny and transformer-tiny" in sentence
