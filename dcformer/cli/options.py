@@ -4,7 +4,6 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from inspect import Parameter
 from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
@@ -35,7 +34,7 @@ Debug = Annotated[bool, Option("--debug", help="Show the full traceback of an er
 _CONFIG = "generation_config.json"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
     """Options of the commands that generate text."""
 
@@ -75,14 +74,14 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """A command whose parameter `options`, a dataclass, is an option for each of its fields on the command line."""
     signature = inspect.signature(command, eval_str=True)
     kind = signature.parameters["options"].annotation
-    fields = [field.replace(kind=Parameter.KEYWORD_ONLY) for field in inspect.signature(kind).parameters.values()]
+    fields = inspect.signature(kind).parameters
 
     @functools.wraps(command)
     def call(**given: Any) -> None:
-        command(options=kind(**{field.name: given.pop(field.name) for field in fields}), **given)
+        command(options=kind(**{name: given.pop(name) for name in fields}), **given)
 
-    parameters: list[Parameter] = []
+    parameters: list[inspect.Parameter] = []
     for name, parameter in signature.parameters.items():
-        parameters += fields if name == "options" else [parameter]
+        parameters += fields.values() if name == "options" else [parameter]
     call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return call
