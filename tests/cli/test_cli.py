@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 import dcformer
-from dcformer.cli import app, environment, main
+from dcformer.cli import app, kernel_check, main
 from dcformer.cli.running import print_line, print_table, running_command
 from dcformer.dcmha import BACKENDS, Backend
 from dcformer.plain_dcformer import plain_attention
@@ -190,9 +190,9 @@ def test_env_names_versions_and_checks_kernels(wrong, monkeypatch):
             passed = "backward" if output.requires_grad else "decode" if inputs.query.shape[2] == 1 else "forward"
             return output * 1.01 if passed == wrong else output
 
-    layers = [*environment._published_layers()]
-    monkeypatch.setattr(environment, "_published_layers", lambda: iter(layers[:1]))
-    monkeypatch.setattr(environment, "LENGTH", 24)
+    layers = [*kernel_check._published_layers()]
+    monkeypatch.setattr(kernel_check, "_published_layers", lambda: iter(layers[:1]))
+    monkeypatch.setattr(kernel_check, "LENGTH", 24)
     monkeypatch.setitem(BACKENDS, "off", OffByOnePercent())
     done = call("env", "--check", "--device", "cpu")
     rows = [line for line in done.stdout.splitlines() if line.startswith("dcformer-2.8b")]
