@@ -130,7 +130,8 @@ def ablated(
     uncompiled within the block.
 
     Args:
-        model, layers: As for [`branch_shares`].
+        model: As for [`branch_shares`].
+        layers: As for [`dcformer.analysis.record`].
         branch (defaults to `"all"`): One or several of `BRANCHES`, before and after the softmax; "query" and "key" for
             both query-wise or key-wise ones; "pre" for all before the softmax, "post" for all after it.
 

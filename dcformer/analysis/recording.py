@@ -84,8 +84,8 @@ def record(
     with watch(model, keep, maps, layers):
         model(**arguments)
     rows = arguments["input_ids"].tolist() if "input_ids" in arguments else []
-    decode = str if tokenizer is None else tokenizer.decode
-    return Recording(kept, numbers, [[decode(number) for number in row] for row in rows])
+    tokens = [[str(number) if tokenizer is None else tokenizer.decode([number]) for number in row] for row in rows]
+    return Recording(kept, numbers, tokens)
 
 
 @contextlib.contextmanager
