@@ -44,7 +44,7 @@ class FakeBucket(ThreadingHTTPServer):
 class AnsweringReaders(BaseHTTPRequestHandler):
     """As much of S3 and Google Cloud Storage as reading needs."""
 
-    protocol_version = "HTTP/1.1"
+    protocol_version, disable_nagle_algorithm = "HTTP/1.1", True
 
     def do_GET(self):
         bucket, url = self.server, urlparse(self.path)

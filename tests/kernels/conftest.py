@@ -18,9 +18,11 @@ from triton.runtime import interpreter
 def spare_repeated_work() -> None:
     """
     Spare the interpreter what it does anew at every step of a kernel, which takes half of the time: it puts what works
-    on arrays in the language's place, makes types and shapes, and compares them. Nothing changes a type or a shape, so
-    that each is made once, and those of two tensors are the same if they are one object.
+    on arrays in the language's place, makes types and shapes, compares them, and brings two operands to one type and
+    shape. Nothing changes a type or a shape, so that each is made once, and those of two tensors are the same if they
+    are one object; types that were left alone once always are, and a number beside a type is always the same tensor.
     """
+    convert, converted = semantic.TritonSemantic.binary_op_type_checking_impl, {}
     patch_language, initialise = interpreter._patch_lang, core.block_type.__init__
     broadcast = semantic.TritonSemantic.broadcast_impl_value
 
@@ -49,10 +51,23 @@ def spare_repeated_work() -> None:
     def broadcast_unequal(self, lhs, rhs):
         return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
 
+    def operands(self, lhs, rhs, *options: bool, **named: bool):
+        kinds = [(x.dtype, id(x.shape)) if isinstance(x, core.tensor) else (type(x), repr(x)) for x in (lhs, rhs)]
+        key = (*kinds, options, *named.items())
+        if key in converted:
+            new_lhs, new_rhs = converted[key]
+            return lhs if new_lhs is None else new_lhs, rhs if new_rhs is None else new_rhs
+        new_lhs, new_rhs = convert(self, lhs, rhs, *options, **named)
+        is_left, is_right = new_lhs is lhs, new_rhs is rhs
+        if (is_left or not isinstance(lhs, core.tensor)) and (is_right or not isinstance(rhs, core.tensor)):
+            converted[key] = None if is_left else new_lhs, None if is_right else new_rhs
+        return new_lhs, new_rhs
+
     scalar = {"shape": core.tuple([]), "numel": core.constexpr(1)}
     core.pointer_type.__hash__ = core.block_type.__hash__ = core.dtype.__hash__
     core.block_type.__init__, core.tensor.__init__ = block_type, tensor
     semantic.TritonSemantic.broadcast_impl_value = broadcast_unequal
+    semantic.TritonSemantic.binary_op_type_checking_impl = operands
     interpreter._patch_lang = patch_once
     interpreter._get_np_dtype = functools.cache(interpreter._get_np_dtype)
 

@@ -24,8 +24,8 @@ CASES = {
     "dense": (70, 135, {"dense": DENSE, "is_causal": False}),
     "documents": (135, 135, {"sequence_ids": DOCUMENTS[None], "sliding_window": 60}),
     "one": (1, 135, {"sliding_window": 70}),
-    "few": (7, 135, {"padding": SOME}),
-    "few in a window": (7, 135, {"sliding_window": 5, "padding": SOME}),
+    "few": (3, 135, {"padding": SOME}),
+    "few in a window": (4, 135, {"sliding_window": 5, "padding": SOME}),
     "few in a small window on both sides": (7, 135, {"sliding_window": 2, "is_causal": False}),
     "few with a dense mask": (3, 135, {"dense": DENSE[:, :, :3]}),
 }
