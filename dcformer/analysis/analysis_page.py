@@ -63,7 +63,7 @@ def analyse(
     tokenizer: PreTrainedTokenizerBase,
     name: str = "model",
     layers: Sequence[int] | None = None,
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> Path:
     """
     Write `report.html`, which needs no network, and beside it pictures (PNG and SVG) and tables (CSV).
@@ -93,6 +93,7 @@ def analyse(
         layers = torch.linspace(0, len(attentions) - 1, drawn).round().int().tolist()
     composes = isinstance(attentions[0], DCFormerAttention) and model.config.composes_heads
     steps = 5 if composes else 2
+    progress = progress or (lambda what, done, total: None)
     progress("Recording maps", 0, steps)
     maps = ["weights", "composed_weights"] if composes and model.config.compose_post else ["weights"]
     recording = record(model, texts[0], maps, layers=layers, tokenizer=tokenizer)
