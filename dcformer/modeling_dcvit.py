@@ -249,8 +249,11 @@ class DCViTModel(DCViTPreTrainedModel):
 
 class DCViTForImageClassification(DCViTPreTrainedModel, ViTForImageClassification):
     """
-    DCViT with a linear classifier over the class token. Arguments of `forward` as those of `ViTForImageClassification`,
-    and `attention_mask` as in [`DCViTModel.forward`].
+    DCViT with a linear classifier over the class token.
+
+    `forward` is that of `ViTForImageClassification`: it takes `labels` (batch,), or (batch, labels) of 0.0 and 1.0 for
+    `problem_type="multi_label_classification"`, and what [`DCViTModel.forward`] takes, and returns `logits`
+    (batch, labels), and with labels the `loss`.
     """
 
     _vit_class = ViTForImageClassification
