@@ -54,7 +54,8 @@ def plot_deltas(report: Report, path: str | os.PathLike) -> None:
             panels.append((title.format(shots), part, [task for task in order if task in set(part.task)]))
     if not panels:
         raise ValueError(
-            "There is nothing to plot: no accuracy was compared with a baseline; choose one by --baseline."
+            "There is nothing to plot: no accuracy of the paper's tables or the head tasks was compared with a "
+            "baseline (--baseline), and other tasks and texts are not plotted."
         )
     models = [model for model in report.results.models if model != report.results.baseline]
     height = max(3, len(models)) * _INCHES_PER_ROW * max(len(tasks) for *_, tasks in panels)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
-from transformers.integrations import TensorBoardCallback, WandbCallback, get_reporting_integration_callbacks
+from transformers.integrations import TensorBoardCallback, WandbCallback
 
 from ..common.files import file_lock, json_digest, read_sealed, write_atomically
 from ..common.hub import find_commit
@@ -28,7 +28,7 @@ from .recipe import HEAD_TASKS, OmegaConf, Recipe, TokenizerRecipe, build_config
 from .run_files import COMPOSITION_FILE, FINAL, LOCK_FILE, RECIPE_FILE, UNFINISHED
 from .run_plan import RunPlan, describe_run, measure_run
 from .summary import plot_losses, write_training_card
-from .trainer import OnProgress, RecipeTrainer, training_arguments
+from .trainer import OnProgress, RecipeTrainer, make_trackers, training_arguments
 
 
 # Beginnings of keys that may change when a run is resumed, since no loss depends on them; the steps are compared, not
@@ -76,9 +76,7 @@ def train(
     if recipe.training.fsdp and count_processes() == 1:
         raise ValueError("training.fsdp needs several processes; start it with torchrun, or set training.fsdp=false.")
     arguments = training_arguments(recipe)
-    # Made here, since their packages may be missing; Trainer makes none.
-    trackers = [make() for make in get_reporting_integration_callbacks(dict.fromkeys(arguments.report_to))]
-    arguments.report_to = []
+    trackers = make_trackers(arguments)
     say = on_message if on_message is not None and arguments.process_index == 0 else lambda _: None
     set_seed(recipe.seed)
     say(f"Reading {recipe.data.source} and the tokenizer")

@@ -16,7 +16,11 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments, default_data_collator
-from transformers.integrations import is_tensorboard_available
+from transformers.integrations import (
+    get_available_reporting_integrations,
+    get_reporting_integration_callbacks,
+    is_tensorboard_available,
+)
 from transformers.trainer_callback import PrinterCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -86,6 +90,18 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         # accelerate numbers the CPU of several processes, and Transformers 5.17 cannot load a checkpoint to "cpu:0".
         arguments._setup_devices = torch.device("cpu")
     return arguments
+
+
+def make_trackers(arguments: TrainingArguments) -> list[TrainerCallback]:
+    """Make the trackers that `report_to` names, and remove the names, or Trainer would make them again."""
+    names, arguments.report_to = [*dict.fromkeys(arguments.report_to)], []
+    trackers = get_reporting_integration_callbacks(names)
+    installed = {*get_available_reporting_integrations(), "flyte"}  # which Transformers leaves out, and checks itself
+    for name in names:
+        if name not in installed:  # before one is made, whose end would print a traceback
+            package = {"azure_ml": "azureml-sdk", "comet_ml": "comet-ml"}.get(name, name)
+            raise ImportError(f"training.report_to {name!r} needs {package}: pip install {package}.", name=package)
+    return [tracker() for tracker in trackers]
 
 
 class RecipeTrainer(Trainer):
