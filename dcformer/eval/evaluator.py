@@ -34,7 +34,16 @@ from .head_task_answers import FIELDS
 from .perplexity import PAPER_WINDOW
 from .records import Record, Settings
 from .stats import is_perplexity, metric_and_stderr
-from .suites import HEAD_TASKS, PERPLEXITY_TASKS, find_entries, harness_name, is_ours, task_manager
+from .suites import (
+    HEAD_TASKS,
+    OTHER_PROMPTS,
+    PERPLEXITY_TASKS,
+    TABLE4_COLUMNS,
+    find_entries,
+    harness_name,
+    is_ours,
+    task_manager,
+)
 from .task_data import data_fingerprint, files_fingerprint, import_extra, source_of, spread_indices
 from .texts import TEXT, WINDOW, read_documents, score_text, text_files
 
@@ -94,8 +103,9 @@ class _Job:
 
     @property
     def data(self) -> tuple:
-        """The key of a job's documents, which jobs share; those of tasks may be packed by tokenizer and length."""
-        return (self.task,) if self.settings.stride else (self.task, self.settings.tokenizer, self.settings.max_length)
+        """The key of a job's documents, which jobs share; running text of tasks is packed by tokenizer and length."""
+        is_read_once = self.settings.stride or self.task in (*TABLE4_COLUMNS, *OTHER_PROMPTS)
+        return (self.task,) if is_read_once else (self.task, self.settings.tokenizer, self.settings.max_length)
 
 
 def evaluate(

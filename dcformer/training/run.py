@@ -27,7 +27,7 @@ from .documents import fingerprint_documents, fingerprint_files
 from .recipe import HEAD_TASKS, OmegaConf, Recipe, TokenizerRecipe, build_config, first_difference
 from .run_files import COMPOSITION_FILE, FINAL, LOCK_FILE, RECIPE_FILE, UNFINISHED
 from .run_plan import RunPlan, describe_run, measure_run
-from .summary import plot_losses, write_training_card
+from .summary import last_values, plot_losses, write_training_card
 from .trainer import OnProgress, RecipeTrainer, make_trackers, training_arguments
 
 
@@ -112,7 +112,7 @@ def train(
         if arguments.process_index == 0:
             _finish(recipe, checkpoint, records)
 
-    last = {key: value for record in records for key, value in record.items()}
+    last = last_values(records)
     return {
         "folder": str(output / FINAL),
         "steps": recipe.training.steps,

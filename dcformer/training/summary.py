@@ -1,7 +1,7 @@
 """The results of a finished run: a plot of its losses, and the model card."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,11 @@ from ..common.plotting import draw_grid, picture
 from ..loading import find_folder
 from ..model_card import CARD_FILE, known_origin, table, users_card, write_card
 from .recipe import Recipe
+
+
+def last_values(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The last value of each key in the records of a log."""
+    return {key: value for record in records for key, value in record.items()}
 
 
 def plot_losses(records: Sequence[Mapping[str, Any]], path: str | os.PathLike) -> None:
@@ -50,7 +55,7 @@ def write_training_card(folder: Path, recipe: Recipe, records: Sequence[Mapping[
         ("optimiser", f"{training.optimizer}, highest learning rate of AdamW {training.learning_rate:g}"),
         ("seed", recipe.seed),
     ]
-    last = {key: value for record in records for key, value in record.items()}
+    last = last_values(records)
     for key, title in (("loss", "last training loss"), ("eval_loss", "last evaluation loss")):
         rows += [(f"{title}, nats per token", f"{last[key]:.4f}")] if key in last else []
     origin, sections = known_origin(find_folder(pretrained), recipe.name), [("Training", table(("", ""), rows))]
