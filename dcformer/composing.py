@@ -112,7 +112,9 @@ def compose_attention(
         if not _composes(module) and any(fnmatchcase(name, pattern) for name in own for pattern in patterns)
     }
     if not chosen:
-        raise ValueError(f"Nothing is left to compose in this {type(model).__name__}; there is: {known}.")
+        raise ValueError(
+            f"Nothing is left to compose in this {type(model).__name__}: of {known}, what was chosen composes already."
+        )
     if reasons := [f"{name} {reason}" for module, name in chosen.items() if (reason := _why_not(module)) is not None]:
         raise ValueError(
             f"Nothing was composed: {_shown(reasons)}. Only nn.MultiheadAttention and timm's Attention can be, no "

@@ -162,7 +162,7 @@ def test_only_what_the_patterns_name_and_each_must_name_something():
         ):
             compose_attention(model, names)
     compose_attention(model)
-    with pytest.raises(ValueError, match=r"Nothing is left to compose in this TransformerEncoder; there is: layers\.0"):
+    with pytest.raises(ValueError, match=r"TransformerEncoder: of layers\.0.*, what was chosen composes already"):
         compose_attention(model)
     with pytest.raises(ValueError, match="No attention to compose is in this Linear; there is: none"):
         compose_attention(nn.Linear(2, 2))
