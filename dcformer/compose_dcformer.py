@@ -294,9 +294,9 @@ def update_cache(
     rows = cache.update(pack(key, pre_side, key_width), pack(value, post_side, value_width), layer_idx)
     (key, before), (value, after) = _split_rows(rows[0], channels, pre_side), _split_rows(rows[1], channels, post_side)
     if pre is not None and before is not None:
-        pre = pre._replace(key=ComposeSide(factors=before))
+        pre = ComposeWeights(pre.query, ComposeSide(factors=before), pre.static, pre.groups)
     if post is not None and after is not None:
-        post = post._replace(key=ComposeSide(factors=after))
+        post = ComposeWeights(post.query, ComposeSide(factors=after), post.static, post.groups)
     return key, value, pre, post
 
 

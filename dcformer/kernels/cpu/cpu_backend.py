@@ -253,10 +253,10 @@ def _views(*tensors: Tensor | None) -> list[int]:
         if tensor is None:
             views += _NO_VIEW
             continue
-        strides, shape = tensor.stride(), tensor.shape
-        views += (tensor.data_ptr(), _TYPES[tensor.dtype], shape[-1])
+        strides = tensor.stride()
+        views += (tensor.data_ptr(), _TYPES[tensor.dtype], tensor.size(-1))
         if len(strides) < 4:  # one row may be for all of a batch
-            strides = (strides[0] if shape[0] > 1 else 0, 0, *strides[1:], *(0,) * (3 - len(strides)))
+            strides = (strides[0] if tensor.size(0) > 1 else 0, 0, *strides[1:], *(0,) * (3 - len(strides)))
         views += strides[:4]
     return views
 
