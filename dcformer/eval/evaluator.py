@@ -42,7 +42,6 @@ from .suites import (
     find_entries,
     harness_name,
     is_ours,
-    task_manager,
 )
 from .task_data import data_fingerprint, files_fingerprint, import_extra, source_of, spread_indices
 from .texts import TEXT, WINDOW, read_documents, score_text, text_files
@@ -327,8 +326,10 @@ def _load_task(job: _Job, entry: Any, options: EvaluationOptions) -> Any:
             "windows": options.limit,  # of packed text, or texts of head tasks, which have several questions
             "data_hash": (options.data_hash or {}).get(job.task),
         }
-    try:  # by its path, since an index of lm-eval's own tasks takes many seconds
-        (task,) = task_manager(metadata).load([str(entry.yaml_path)])["tasks"].values()
+    # By its path, without an index: that of lm-eval's own tasks takes many seconds.
+    manager = import_extra("lm_eval.tasks").TaskManager(include_defaults=False, metadata=metadata)
+    try:
+        (task,) = manager.load([str(entry.yaml_path)])["tasks"].values()
     except Exception as error:
         if is_ours(job.task):
             raise

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from . import task_data
@@ -99,14 +100,14 @@ def find_entries(
     kind, known, names = "suite", SUITES, _split(suite)
     if tasks is not None:
         kind, known, names = "task", {**SUITES, **{task: (task,) for task in _described()}}, _split(tasks)
-    ours, included, found = task_manager().task_index, _included(include_path), dict[str, Any]()
+    included, found = _included(include_path), dict[str, Any]()
     for name in names or [""]:
         if name in known and name in included:
             raise ValueError(
                 f"There are two tasks {name!r}: {PREFIX}{name} is of this package, {OTHERS}{name} in {include_path!r}."
             )
         if (short := name.removeprefix(PREFIX)) in known:
-            found |= {task: ours[PREFIX + task] for task in known[short]}
+            found |= {task: _entry_of_ours(task) for task in known[short]}
         elif leaves := _leaves(name, included) if kind == "task" and name else []:
             taken = {*known, "average", *task_data.SOURCES}  # also names that reports and cards give a meaning
             found |= {OTHERS + leaf.name if leaf.name in taken else leaf.name: leaf for leaf in leaves}
@@ -117,6 +118,13 @@ def find_entries(
                 f"{_unread(include_path)}"
             )
     return found
+
+
+def _entry_of_ours(task: str) -> Any:
+    """A task of this package as lm-eval's index has it, without an index, for which every file would be read."""
+    file = tasks_folder() / f"{PREFIX}{task}.yaml"
+    load_yaml = import_extra("lm_eval.tasks._yaml_loader").load_yaml
+    return SimpleNamespace(cfg=load_yaml(file, resolve_func=False), yaml_path=file)
 
 
 def _leaves(name: str, included: Mapping[str, Any]) -> list[Any]:

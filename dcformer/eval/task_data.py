@@ -232,7 +232,8 @@ def load_documents(
     documents = {split: _documents(column, splits[split]) for split in {scored, examples}}
     # An answer is a number in one copy and a string in another.
     is_answer = {name: name in (source.answer, "label") for name in source.fields}
-    columns = ([str(v).strip() if is_answer[name] else v for v in documents[scored][name]] for name in source.fields)
+    values = {name: documents[scored][name][:] for name in source.fields}  # without [:] far slower
+    columns = ([str(v).strip() if is_answer[name] else v for v in values[name]] for name in source.fields)
     origin = checked_origin(column, zip(*columns), data_dir, data_hash)
     if process is not None:  # lm-eval's `process_docs` would run at every access
         documents = {split: process(rows) for split, rows in documents.items()}
@@ -274,14 +275,14 @@ def _documents(column: str, split: Any) -> Dataset:
         if name not in rows.column_names:
             raise ValueError(f"There are no documents with {name!r} in {where!r}; its fields are {rows.column_names}.")
     if is_article:
-        rows = import_extra("datasets").Dataset.from_list(_articles(rows))
-    if source.answer and (unknown := {str(value).strip() for value in rows[source.answer]} - set(source.answers)):
+        rows = import_extra("datasets").Dataset.from_list(_articles(rows.to_list()))
+    if source.answer and (unknown := {str(value).strip() for value in rows[source.answer][:]} - set(source.answers)):
         raise ValueError(
             f"{source.answer} must be one of {', '.join(source.answers)} in {where!r}, got {min(unknown)!r}; use "
             f"the {source.split} split, whose answers are published."
         )
     for name in source.fields:
-        for number, value in enumerate(rows[name], start=1):
+        for number, value in enumerate(rows[name][:], start=1):
             if _has_null(value):
                 raise ValueError(f"{name!r} is null or missing in document {number} of {column} in {where!r}; mend it.")
     return rows

@@ -4,13 +4,12 @@ import re
 import xml.etree.ElementTree as ElementTree
 from unittest.mock import Mock, call
 
+import command_line
 import pandas
 import pytest
 from tiny_models import ANSWERS
-from typer.testing import CliRunner
 
 from dcformer.analysis import analyse
-from dcformer.cli import app
 from dcformer.loading import load_model
 
 
@@ -24,7 +23,7 @@ def test_the_command_writes_a_page_with_pictures_and_tables(composes, tmp_path, 
         monkeypatch.setattr("dcformer.analysis.analysis_page._drawn", lambda _, name, *drawing: drawn.add(name) or "")
     folder = tmp_path / "created"
     options = ["--text", PROMPT + " <b>", "--layer", "-1", "--output", str(folder)]
-    done = CliRunner().invoke(app, ["analyse", model, *options], catch_exceptions=False)
+    done = command_line.call("analyse", model, *options, catch_exceptions=False)
     assert done.stdout.strip() == str(folder / "report.html")
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "<b>" not in page and "<|unknown|>" not in page and re.findall(r"(?:src|href)=.https?:|<script", page) == []
@@ -54,7 +53,7 @@ def test_a_file_is_read_in_windows_and_nothing_or_both_is_refused(tmp_path, monk
         (2048, 4, [ids[:512], ids[512:]]),
     ):
         given = ["analyse", f"{ANSWERS}/", *options, "--length", str(length), "--windows", str(windows)]
-        CliRunner().invoke(app, given, catch_exceptions=False)
+        command_line.call(*given, catch_exceptions=False)
         assert write.call_args.args[1:3] == (texts, tmp_path)
         write.side_effect = None
     assert load.call_args == call(f"{ANSWERS}/", attn_implementation="eager", **read, revision=None)
@@ -62,4 +61,4 @@ def test_a_file_is_read_in_windows_and_nothing_or_both_is_refused(tmp_path, monk
     assert ", 40 tokens" in (tmp_path / "report.html").read_text(encoding="utf-8")
     assert pandas.read_csv(tmp_path / "what_matters.csv").standard_error.gt(0).all()
     for words in ([], ["--text", "x", *options]):
-        assert CliRunner().invoke(app, ["analyse", ANSWERS, *words]).exit_code == 2
+        assert command_line.call("analyse", ANSWERS, *words).exit_code == 2

@@ -1,28 +1,25 @@
 """`dcformer card`: measured scores in a model card; the cards of the published shapes."""
 
+import functools
 import json
 import re
 import runpy
 from pathlib import Path
 
+import command_line
 import pytest
 import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub._eval_results import parse_eval_result_entries
 from tiny_models import tiny_model
-from typer.testing import CliRunner
 
 from dcformer.cards.scores import PAPER_NAME, Score, _write_entries
-from dcformer.cli import app
 from dcformer.eval import Record, Settings, model_fingerprint, write_record
 
 
 ROOT = Path(__file__).parents[2]
 PAPER = "https://arxiv.org/abs/2405.08553"
-
-
-def call(*words: str):
-    return CliRunner().invoke(app, ["card", *map(str, words)])
+call = functools.partial(command_line.call, "card")
 
 
 def record(results: Path, folder: Path, task: str, metrics: dict, shots: int = 0, documents: int = 2, **settings):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import transformers
 import typer
-from typer.testing import CliRunner
+from command_line import call
 
 import dcformer
 from dcformer.cli import app, kernel_check, main
@@ -28,10 +28,6 @@ PACKAGE = Path(dcformer.__file__).parent
 # Options of git, of all programs, and of CSS, lm-eval and vLLM.
 OTHERS = {"--abbrev", "--always", "--dirty", "--exclude", "--no-optional-locks", "--help"}
 OTHERS |= {"--body-text-color", "--metadata", "--include", "--model"}
-
-
-def call(*arguments, **options):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
 
 
 def commands():

@@ -15,15 +15,14 @@ from pathlib import Path
 from unittest import mock
 from unittest.mock import create_autospec
 
+import command_line
 import pytest
 import torch
 from optimum.quanto.library.extensions.cpp import ext
 from tiny_models import ANSWERS, tiny_model
 from transformers import GenerationConfig, GenerationMixin
-from typer.testing import CliRunner
 
 import dcformer
-from dcformer.cli import app
 from dcformer.generation import Generated, TextGenerator
 from dcformer.head_tasks import build_tokenizer
 from dcformer.loading import load_model
@@ -34,8 +33,7 @@ PROMPTS = ["Ruth likes Paris", PROMPT, "Who has a goat?", "Mumbai", "The city in
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 
 
-def call(*arguments, command="generate", **options):
-    return CliRunner().invoke(app, [command, *map(str, arguments)], **options)
+call = functools.partial(command_line.call, "generate")
 
 
 def records_of(file):
@@ -162,7 +160,7 @@ def test_a_conversation_continues_from_its_cache_with_the_same_answers(endless, 
     (tmp_path / "chat.jinja").write_text(template)
     model = shutil.copytree(endless, tmp_path / "model")
     GenerationConfig(**CONVERSATIONS[kind]).save_pretrained(model)
-    chat = functools.partial(call, model, command="chat")
+    chat = functools.partial(command_line.call, "chat", model)
     options = ("--chat-template", tmp_path / "chat.jinja", "--max-new-tokens", 5)
     kept = chat("-", *options, input="Ruth likes Paris\n\nWho has Mumbai\nWhich is different\n")
     assert kept.exit_code == 0 and len(kept.stdout.split("\n")) >= 4
@@ -282,6 +280,6 @@ def test_a_wrong_use_is_one_line(case, tmp_path, monkeypatch):
     Path("empty.txt").touch()
     Path("one.txt").write_text("a")
     Path("folder").mkdir()
-    done = CliRunner().invoke(app, line.split(), input=given[0] if given else "")
+    done = command_line.call(*line.split(), input=given[0] if given else "")
     assert done.exit_code == 1 and done.stdout == "" and done.stderr.count("\n") == 1
     assert done.stderr.startswith("Error: ") and words in done.stderr

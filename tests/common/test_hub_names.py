@@ -7,6 +7,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+import command_line
 import pytest
 import torch
 from hub_cache import add_to_cache
@@ -14,9 +15,7 @@ from huggingface_hub.utils import filter_repo_objects
 from test_loading import write_authors_folder
 from tiny_models import tiny_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
-from typer.testing import CliRunner
 
-from dcformer.cli import app
 from dcformer.common.files import json_digest
 from dcformer.common.hub import load_from_hub
 from dcformer.conversion import authors_torch
@@ -81,6 +80,7 @@ def hub(cache, tmp_path, monkeypatch):
     shutil.copytree(cache, tmp_path / "hub", symlinks=True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)  # seconds after a stream
     for constants in ("huggingface_hub.constants", "datasets.config"):
         monkeypatch.setattr(f"{constants}.HF_HUB_OFFLINE", True)
     (tmp_path / "work").mkdir()
@@ -89,7 +89,7 @@ def hub(cache, tmp_path, monkeypatch):
 
 
 def call(line: str, *words: str):
-    return CliRunner().invoke(app, [*line.split(), *words])
+    return command_line.call(*line.split(), *words)
 
 
 def commit_of(hub: Path, name: str, ref: str = "main") -> str:

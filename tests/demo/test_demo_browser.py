@@ -16,15 +16,21 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
 
 
-@pytest.fixture
-def page():
+@pytest.fixture(scope="module")
+def browser():
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.skip(f"no browser: none of {', '.join(NAMES)} is installed")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=OPTIONS)
-        yield browser.new_page()
+        yield browser
         browser.close()
+
+
+@pytest.fixture
+def page(browser):
+    with browser.new_page() as page:
+        yield page
 
 
 def test_a_visitor_gets_an_answer_and_sees_the_attention_of_a_head(page, server):
@@ -81,13 +87,13 @@ CLIPPED = """picture => { const edge = picture.getBoundingClientRect(); return [
 
 def test_the_page_of_an_analysis_opens_offline_and_cuts_nothing_off(page, bundled, tmp_path, monkeypatch):
     monkeypatch.setattr("dcformer.analysis.analysis_page._draw_panels", lambda *_: None)  # files that no page shows
-    path = analyse(bundled.model, [bundled.tokenizer(PROMPT)["input_ids"]], tmp_path, bundled.tokenizer, layers=[0, 3])
+    path = analyse(bundled.model, [bundled.tokenizer(PROMPT)["input_ids"]], tmp_path, bundled.tokenizer, layers=[3])
     asked = []
     page.on("request", lambda request: asked.append(urlsplit(request.url).scheme))
     page.goto(path.as_uri())
     page.evaluate("document.querySelectorAll('details').forEach(part => part.open = true)")
     pictures = page.locator("svg").all()
-    assert len(pictures) == 1 + 2 * 2 + 2 * 4 * 2  # what matters, who lends, and every head before and after
+    assert len(pictures) == 1 + 2 + 4 * 2  # what matters, who lends, and every head before and after
     assert [picture.evaluate(CLIPPED) for picture in pictures] == [[]] * len(pictures)
     assert page.evaluate("[...document.images].every(image => image.naturalWidth > 0)")
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")

@@ -7,17 +7,13 @@ import urllib.request
 from pathlib import Path
 from unittest.mock import ANY, Mock, call
 
-import gradio
+import command_line
 import pytest
-from gradio_client import Client
-from gradio_client.exceptions import AppError
 from huggingface_hub import SpaceCard
 from tiny_models import tiny_model
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
 
 from dcformer.analysis import heat_map, record
-from dcformer.cli import app
 from dcformer.demo import build_page
 from dcformer.demo.attention_picture import copying_head, draw
 from dcformer.demo.page import launch_options, write_text
@@ -52,7 +48,10 @@ def test_a_text_grows_by_the_options_of_the_page_and_a_seed_draws_it_again(tiny,
     assert ids[: len(prompt)] == prompt and len(ids) == len(prompt) + 8
 
 
-def test_another_program_can_ask_the_page_which_loads_from_no_other_machine(server):
+def test_another_program_can_ask_the_page_which_loads_from_no_other_machine(server, gradio):
+    from gradio_client import Client
+    from gradio_client.exceptions import AppError
+
     client = Client(server.local_url, verbose=False, analytics_enabled=False)
     job = client.submit(PROMPT, 8, False, False, 1.0, 50, 1.0, 1.0, "", api_name="/generate")
     assert job.result(timeout=60).strip() == "India"
@@ -81,7 +80,7 @@ def test_a_picture_shows_both_weights_and_says_what_they_are(bundled):
 
 
 @pytest.mark.parametrize("name", ["dcformer-tiny", "transformer-tiny"])
-def test_every_prompt_that_the_page_offers_has_a_sensible_answer(name):
+def test_every_prompt_that_the_page_offers_has_a_sensible_answer(name, gradio):
     page = build_page(name)
     (generate,) = (function for function in page.fns.values() if function.api_name == "generate")
     prompt, limit, *options = (component.value for component in generate.inputs)
@@ -149,7 +148,7 @@ OTHERS = {"max_new_tokens": 900, "do_sample": True, "temperature": 0.5, "top_k":
     [({}, [48, False, 1, 50, 1, 1]), (OTHERS | {"repetition_penalty": 1.5}, [512, True, 0.5, 0, 0.25, 1.5])],
 )
 def test_a_page_has_the_options_of_its_model_and_draws_what_was_written_unless_it_is_stopped(
-    tiny, options, wanted, monkeypatch
+    tiny, options, wanted, gradio, monkeypatch
 ):
     model = tiny_model(vocab_size=len(tiny.tokenizer), num_hidden_layers=1, num_attention_heads=3, head_dim=8)
     model.generation_config = GenerationConfig(**options)
@@ -195,7 +194,7 @@ def test_a_page_says_what_model_it_is_and_other_models_have_one_without_attentio
     assert words in described(tiny.model)
 
 
-def test_the_command_serves_what_is_asked_for_prints_the_address_and_ends_by_ctrl_c(tiny, monkeypatch):
+def test_the_command_serves_what_is_asked_for_prints_the_address_and_ends_by_ctrl_c(tiny, gradio, monkeypatch):
     load, close, launched = Mock(return_value=tiny), Mock(), []
 
     def launch(page, **given):
@@ -208,7 +207,7 @@ def test_the_command_serves_what_is_asked_for_prints_the_address_and_ends_by_ctr
     monkeypatch.setattr(gradio.Blocks, "close", close)
     asked = ["--no-browser", "--port", "9", "--host", "0.0.0.0", "--dtype", "float16", "--device", "cpu"]
     for words in ([], [*asked, "--tokenizer", "t", "--revision", "v1", "some/model"]):
-        done = CliRunner().invoke(app, ["demo", *words])
+        done = command_line.call("demo", *words)
         assert done.exit_code == 130 and "http://127.0.0.1:9/" in done.stdout and close.call_count == 1 + bool(words)
         address = {"server_name": words[4] if words else "127.0.0.1", "server_port": 9 if words else None}
         given = launch_options() | address | {"inbrowser": not words, "prevent_thread_lock": True, "theme": ANY}
@@ -218,7 +217,7 @@ def test_the_command_serves_what_is_asked_for_prints_the_address_and_ends_by_ctr
     assert load.call_args_list == [call("dcformer-tiny", **nothing), call("some/model", **options)]
 
 
-def test_the_space_builds_the_page_and_its_card_is_what_the_hub_takes():
+def test_the_space_builds_the_page_and_its_card_is_what_the_hub_takes(gradio):
     page = runpy.run_path(str(ROOT / "examples/space/app.py"))["page"]
     assert isinstance(page, gradio.Blocks) and "dcformer-tiny" in page.title
     data = SpaceCard.load(ROOT / "examples/space/README.md").data

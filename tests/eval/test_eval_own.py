@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,14 +17,13 @@ pytest.importorskip("lm_eval")
 import datasets
 import lm_eval.evaluator
 import lm_eval.tasks
+from command_line import call
 from lm_eval.models.huggingface import HFLM
 from test_eval_model import build_model, template, word_tokenizer
 from tiny_models import strengthened
 from tokenizers import Regex, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
-from dcformer.cli import app
 from dcformer.eval import build_report, evaluate, find_tasks, read_records, read_samples, suites
 
 
@@ -171,10 +171,6 @@ def without_an_index(monkeypatch):
     monkeypatch.setattr(suites, "_of_lm_eval", dict)
 
 
-def call(*arguments):
-    return CliRunner().invoke(app, [*map(str, arguments)])
-
-
 def test_models_are_compared_per_byte_and_with_one_tokenizer_per_token(model, text, folder, tmp_path):
     same, other = save(tmp_path / "same", seed=1), save(tmp_path / "other", makes_characters=True)
     out, options = tmp_path / "out", ["--text", text, "--max-length", WINDOW, "--device", "cpu"]
@@ -190,9 +186,12 @@ def test_models_are_compared_per_byte_and_with_one_tokenizer_per_token(model, te
         assert tuple(deltas.index) == metrics
         assert deltas["bits_per_byte"] == pytest.approx(row.value - frame.loc[model, "bits_per_byte"].value)
         assert row.low < row.delta < row.high
-    for words in (f"other and model0 are compared on text/{text} per byte alone", "16 tokens that advance by 8: text/"):
+    for words in (
+        f"other and {Path(model).name} are compared on text/{text} per byte alone",
+        "16 tokens that advance by 8: text/",
+    ):
         assert words in "\n".join(report.notes)
-    assert not any("same and model0" in note for note in report.notes)
+    assert not any(f"same and {Path(model).name}" in note for note in report.notes)
     (*_, table) = report.tables().values()
     assert [*table.columns[1:]] == [f"own.jsonl {column.replace('_', ' ')}" for column in columns]
     call(*command, "--stride", 4, "--output", tmp_path / "out")

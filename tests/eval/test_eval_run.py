@@ -16,12 +16,11 @@ pytest.importorskip("lm_eval")
 
 import datasets
 import killable
+from command_line import call
 from test_eval_model import by_hand
 from tiny_models import ANSWERS, tiny_model
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
-from dcformer.cli import app
 from dcformer.common.files import file_lock, json_digest
 from dcformer.eval import evaluate, evaluator, prefixes, read_records, read_samples, records, tasks_folder
 from dcformer.head_tasks import build_tokenizer
@@ -187,7 +186,7 @@ def test_every_model_has_a_folder_of_its_own_below_the_results(tmp_path):
 
 
 MOMENTS = {
-    "while data are read": (evaluator, "task_manager", 2),
+    "while data are read": (evaluator, "_load_task", 2),
     "in the second task": (prefixes.Scorer, "score", 2),
     "while the samples are written": (os, "fsync", 1),
     "between the samples and the record": (records, "write_atomically", 2),
@@ -300,10 +299,6 @@ def test_models_with_similar_names_have_results_of_their_own(start, model, tmp_p
     with pytest.raises(ValueError, match="would have one folder"):
         start(model, model[1:], tasks="piqa", output="clash")
     assert not (tmp_path / "clash").exists()
-
-
-def call(*arguments):
-    return CliRunner().invoke(app, [*map(str, arguments)])
 
 
 def test_two_models_are_compared_on_head_tasks(tmp_path, data_dir):

@@ -12,14 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from command_line import call
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from scipy import stats
 from tiny_recipes import tiny_mapping, tiny_recipe
-from typer.testing import CliRunner
 
 import dcformer.eval
-from dcformer.cli import app
 from dcformer.experiments import compare_seeds, compare_variants, finish_run, plan_sweep, seed_interval, summarise
 from dcformer.experiments.runner import run_sweep
 from dcformer.experiments.sweep_report import plot_sweep, print_report
@@ -220,11 +219,11 @@ def test_a_signal_ends_the_command_and_the_same_command_resumes(finished, copied
 
     with monkeypatch.context() as patch:
         patch.setattr(RecipeTrainer, "compute_loss", terminated)
-        result = CliRunner().invoke(app, ["train", str(file)])
+        result = call("train", file)
     assert result.exit_code == 143
     assert not (copied / "composed/seed-0/result.json").exists()
     assert [path.name for path in (copied / "composed/seed-0").glob("checkpoint-*")] == ["checkpoint-2"]
-    result = CliRunner().invoke(app, ["train", str(file)])
+    result = call("train", file)
     assert result.exit_code == 0, result.output
     assert "composed, seed 0 (1 of 1)\n" in result.stderr
     assert "evaluation_loss" in result.stdout
