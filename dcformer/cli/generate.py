@@ -67,7 +67,7 @@ def as_utf8(text: str) -> str:
 
 def load_generator(model: str, options: GenerationOptions) -> TextGenerator:
     """Load a model, and the one that drafts for it if there is one."""
-    from transformers import set_seed
+    import torch
 
     from ..generation import TextGenerator
     from ..loading import load_model
@@ -80,7 +80,7 @@ def load_generator(model: str, options: GenerationOptions) -> TextGenerator:
         loaded = load_model(model, **of_loading)
         assistant = load_model(assistant, dtype=options.dtype, device=options.device) if assistant else None
     if seed is not None:
-        set_seed(seed)
+        torch.manual_seed(seed)
 
     def warn(sentence: str) -> None:
         print(f"Warning: {sentence}", file=sys.stderr)
@@ -89,7 +89,7 @@ def load_generator(model: str, options: GenerationOptions) -> TextGenerator:
 
 
 def _answer_file(model: str, options: GenerationOptions, file: Path, output: Path, field: str, batch_size: int) -> None:
-    from transformers import set_seed
+    import torch
 
     from ..common.files import json_digest
     from ..common.hub import find_commit
@@ -103,7 +103,7 @@ def _answer_file(model: str, options: GenerationOptions, file: Path, output: Pat
 
     def answer(start: int, end: int) -> list[str]:
         if options.seed is not None:  # so that a resumed run samples what an uninterrupted one does
-            set_seed(options.seed + start)
+            torch.manual_seed(options.seed + start)
         return [answer.text for answer in generator.generate(prompts[start:end])]
 
     # Everything that answers depend on; a resumed run must have the same.

@@ -22,7 +22,7 @@ def test_the_command_writes_a_page_with_pictures_and_tables(composes, tmp_path, 
     if not composes:  # drawing takes long
         monkeypatch.setattr("dcformer.analysis.analysis_page._drawn", lambda _, name, *drawing: drawn.add(name) or "")
     folder = tmp_path / "created"
-    options = ["--text", PROMPT + " <b>", "--layer", "-1", "--output", str(folder)]
+    options = ["--text", "Paris, Mumbai <b>", "--layer", "-1", "--output", str(folder)]
     done = command_line.call("analyse", model, *options, catch_exceptions=False)
     assert done.stdout.strip() == str(folder / "report.html")
     page = (folder / "report.html").read_text(encoding="utf-8")

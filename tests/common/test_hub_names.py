@@ -245,6 +245,7 @@ def test_a_revision_of_the_hub_is_converted_and_inspected(hub):
 )
 def test_a_name_that_is_not_there_is_named_in_one_sentence(command, hub, monkeypatch):
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the Hub was asked"))
+    monkeypatch.setattr("dcformer.demo.page.import_gradio", object)  # takes seconds
     is_model = not any(word in command for word in ("--revision", "card", ".gguf", "train"))
     for name in ("acme/absent", "absent", "Dcformer-tny"):  # the second may be a misspelt folder
         failed = call(command.format(name))
