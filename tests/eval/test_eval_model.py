@@ -251,6 +251,8 @@ def test_answers_are_those_of_the_harness(kind, adds_bos, tmp_path):
         lengths = {("question", number): len(ours.tok_encode("".join(pair))) for number, pair in enumerate(pairs)}
         assert ours.truncated_documents == {pair for pair, length in lengths.items() if length > POSITIONS + 1}
         assert ours.cached_tokens > 0 and get_model("dcformer") is type(ours)
+        if prefix is not None:
+            continue
         ours.start_counting(lambda *_: None)
         texts_after = ours.generate_until(asked, disable_tqdm=True)
         assert ours.truncated_documents == {("question", 1)} and ours.counts()["requests"] == 3

@@ -1,5 +1,6 @@
 """`scripts/gpu_table4` with tiny models on a CPU: what it writes, how it resumes, and how it reports wrong scores."""
 
+import functools
 import json
 
 import pytest
@@ -22,7 +23,9 @@ def run(data_dir):
         asked = ["--data", data_dir, "--json", str(json_file), "--models", MODEL, "--tasks", "winogrande"]
         return main(["run", "--tiny", "--device", "cpu", *asked, *options])
 
-    return run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_table4, "load_tokenizer", functools.cache(gpu_table4.load_tokenizer))
+        yield run
 
 
 @pytest.fixture(scope="module")
