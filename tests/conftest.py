@@ -5,11 +5,14 @@ import os
 import shutil
 from pathlib import Path
 
+import killable
 import pytest
 
 
 # Nothing is counted on the Hub, which without a network takes seconds; `datasets` looks at this when it is imported.
 os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"
+# Whether there is a GPU is asked without starting CUDA, which forked processes could not use, nor be without.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 import torch
 import transformers
@@ -45,6 +48,7 @@ def pytest_collection_finish():
     # Trainers collect garbage at their ends, among all that the libraries have made while they were imported.
     gc.collect()
     gc.freeze()
+    killable.fork_idle_copy()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,23 +1,76 @@
 """Processes for tests that need others: each is forked from one that has imported what they need and done nothing else.
 
-A new interpreter needs seconds for that import, a fork none. The process of the tests itself cannot be forked: the
-threads of torch and tensorstore would be missing in the copy, and torch refuses to differentiate there.
+A new interpreter needs seconds for that import, a fork none. The process of the tests itself is forked once, before
+the first test: later the threads of torch and tensorstore would be missing in the copy, and torch refuses to
+differentiate there.
 """
 
-import multiprocessing
 import os
+import signal
 import socket
-from multiprocessing.process import BaseProcess
+from multiprocessing import connection, get_context
 
 
-def start(function, *arguments, method="forkserver", **options) -> BaseProcess:
-    """A process that calls a function of an importable module; `kill` ends it at once, `join` waits for its end."""
-    context = multiprocessing.get_context(method)
-    libraries = ["matplotlib.pyplot", "omegaconf", "pytest", "scipy.stats"]
-    context.set_forkserver_preload(["dcformer.cli", "dcformer.conversion", "dcformer.training.trainer", *libraries])
-    process = context.Process(target=function, args=arguments, kwargs=options, daemon=True)
+requests: socket.socket | None = None
+
+
+def fork_idle_copy() -> None:
+    """Fork the copy of this process from which the others are forked; it ends with this one."""
+    global requests
+    requests, received = socket.socketpair()
+    if os.fork():
+        received.close()
+        return
+    try:
+        requests.close()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        while descriptors := socket.recv_fds(received, 1, 3)[1]:
+            if os.fork() == 0:
+                received.close()
+                os.dup2(descriptors[1], 1)
+                os.dup2(descriptors[2], 2)
+                call(connection.Connection(descriptors[0]))
+                break
+            for descriptor in descriptors:
+                os.close(descriptor)
+    finally:
+        os._exit(0)  # what pytest has registered for the end of the process is not for its copies
+
+
+def call(tests: connection.Connection) -> None:
+    """Run the process that is asked for to its end, or kill it at the next message or the end of the tests."""
+    function, arguments, options = tests.recv()
+    process = get_context("fork").Process(target=function, args=arguments, kwargs=options)
     process.start()
-    return process
+    connection.wait([tests, process.sentinel])
+    process.kill()
+    process.join()
+    tests.send(process.exitcode)
+
+
+class Process:
+    """
+    A process that calls a function of an importable module; `kill` ends it at once, `join` waits for its end.
+
+    It writes where this one does now, which pytest captures.
+    """
+
+    exitcode: int | None = None
+
+    def __init__(self, function, *arguments, **options):
+        self.connection, other = get_context("fork").Pipe()
+        socket.send_fds(requests, [b" "], [other.fileno(), 1, 2])
+        other.close()
+        self.connection.send((function, arguments, options))
+
+    def join(self, seconds: float | None = None) -> None:
+        if self.exitcode is None and self.connection.poll(seconds):
+            self.exitcode = self.connection.recv()
+
+    def kill(self) -> None:
+        if self.exitcode is None:
+            self.connection.send(None)
+            self.join()
 
 
 def call_as_torchrun(rank, port, function, *arguments):
@@ -26,12 +79,12 @@ def call_as_torchrun(rank, port, function, *arguments):
     function(rank, *arguments)
 
 
-def run_two(function, *arguments, seconds, **options) -> list[int | None]:
+def run_two(function, *arguments, seconds) -> list[int | None]:
     """Exit codes of two processes of torchrun that call function(rank, ...), killed after this many seconds each."""
     with socket.socket() as unused:
         unused.bind(("localhost", 0))
         port = unused.getsockname()[1]
-    processes = [start(call_as_torchrun, rank, port, function, *arguments, **options) for rank in range(2)]
+    processes = [Process(call_as_torchrun, rank, port, function, *arguments) for rank in range(2)]
     for process in processes:
         process.join(seconds)
         process.kill()

@@ -414,7 +414,7 @@ def test_without_a_package_of_its_extra_a_command_names_the_extra(start, model, 
     samples = read_samples(tmp_path / "out", record)
     other = [{**sample, "metrics": {"acc": 1 - sample["metrics"]["acc"]}} for sample in samples]
     records.write_record(tmp_path / "out", dataclasses.replace(record, model="other"), other)
-    process = killable.start(call_without, model, data, str(tmp_path / "out"), method="fork")
+    process = killable.Process(call_without, model, data, str(tmp_path / "out"))
     process.join(60)
     told = (tmp_path / "out" / "told").read_text().splitlines()
     for name, line in zip([*REPORTING, *SCORING], told, strict=True):
@@ -437,8 +437,7 @@ def test_two_processes_write_what_one_does(start, model, data, tmp_path):
     AcceleratorState._reset_state(True)
     PartialState._reset_state()
     given = {**options, "output": str(tmp_path / "two")}
-    # Forked, so that they need not import all of it again.
-    assert killable.run_two(evaluate_as_one_of_two, given, seconds=60, method="fork") == [0, 0]
+    assert killable.run_two(evaluate_as_one_of_two, given, seconds=60) == [0, 0]
     start(output="one", **options)
     one, two = contents(tmp_path / "one"), contents(tmp_path / "two")
     assert one.keys() == two.keys()

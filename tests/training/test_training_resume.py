@@ -76,7 +76,7 @@ def test_a_killed_run_is_resumed_with_the_same_losses(variant, tmp_path, tmp_pat
     sections = merge_recipes(sections, {"training": RUN})
     train(tiny_recipe(whole, **sections))  # which the variants that are killed while saving share
     recipe = tiny_recipe(stopped, **sections)
-    process = killable.start(train_until_killed, step, recipe, step != 5)
+    process = killable.Process(train_until_killed, step, recipe, step != 5)
     process.join()
     assert process.exitcode == -signal.SIGKILL and steps_in(stopped) == saved
     assert (stopped / UNFINISHED / f"checkpoint-{step}").is_dir() == (step != 5)
