@@ -107,23 +107,30 @@ def assert_saves(shared, original, again):
         assert saved[name].equal(weight.double()), name
 
 
-def assert_learns(shared, single, steps=1, tolerance=TOLERANCE):
-    """Hold the gradients of `shared` after so many backward passes to those of one pass of one process."""
-    tokens = random_tokens(2, 21)
-    single(tokens, labels=tokens, use_cache=False).loss.backward()
+def assert_learns(shared, single, tokens, steps=1, tolerance=TOLERANCE):
+    """
+    Hold the gradients of `shared` after so many backward passes to those of one pass of one process.
+
+    Returns:
+        The logits of the latter.
+    """
+    output = single(tokens, labels=tokens, use_cache=False)
+    output.loss.backward()
     gradients = whole({name: parameter.grad for name, parameter in shared.named_parameters()})
     for name, parameter in single.named_parameters():
         assert_near(gradients[name] / steps, parameter.grad, name, tolerance)
+    return output.logits
 
 
 @torch.no_grad()
 def assert_generates(shared, single, tokens, heads):
     mask = torch.ones_like(tokens)
     mask[1, :4] = 0
-    for options in ({}, {"cache_implementation": "static", "prefill_chunk_size": 4}):
-        options.update(attention_mask=mask, max_new_tokens=6, do_sample=False)
-        options.update(return_dict_in_generate=True, output_logits=True)
-        generated, expected = (model.generate(tokens, **options) for model in (shared, single))
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    expected = single.generate(tokens, **options)
+    for cache in ({}, {"cache_implementation": "static", "prefill_chunk_size": 4}):
+        generated = shared.generate(tokens, **options, **cache)
         assert generated.sequences.equal(expected.sequences)
         assert_near(torch.stack(generated.logits), torch.stack(expected.logits))
         assert {layer.keys.shape[1] for layer in getattr(generated, CACHE_NAME).layers} == {heads}
@@ -136,12 +143,12 @@ def shares(folder, name):
         assert (layer.self_attn.num_heads == other.self_attn.num_heads // 2) == by_heads
         weight = layer.self_attn.o_proj.weight
         assert weight.to_local().numel() == other.self_attn.o_proj.weight.numel() // 2
-    tokens = random_tokens(2, 21)
-    assert_near(shared(tokens).logits, single(tokens).logits)
     assert_generates(shared, single, random_tokens(2, 9), single.config.num_key_value_heads // (2 if by_heads else 1))
+    tokens = random_tokens(2, 21)
     for _ in range(2):  # gradients add up
-        shared(tokens, labels=tokens, use_cache=False).loss.backward()
-    assert_learns(shared, single, steps=2)
+        output = shared(tokens, labels=tokens, use_cache=False)
+        output.loss.backward()
+    assert_near(output.logits, assert_learns(shared, single, tokens, steps=2))
     assert_saves(shared, folder / name, folder / f"{name}-again")
 
 
@@ -204,7 +211,7 @@ def stages_of_a_pipeline_compute_and_generate(folder):
         for logits in (stage(tokens).logits, torch.cat([piece.logits for piece in pieces], dim=1)):
             torch.testing.assert_close(logits, single(tokens).logits, rtol=1e-5, atol=2e-5)
         for options in ({}, {"cache_implementation": "static"}):
-            options.update(attention_mask=mask, max_new_tokens=8, do_sample=False)
+            options.update(attention_mask=mask, max_new_tokens=4, do_sample=False)
             assert stage.generate(tokens, **options).equal(single.generate(tokens, **options)), (name, options)
 
 
@@ -217,7 +224,7 @@ def transformers_own_sharding(folder):
     tokens = random_tokens(2, 21)
     rows = tokens[dist.get_rank() :][:1]
     model(rows, labels=rows).loss.backward()
-    assert_learns(model, single, tolerance=1e-6)  # of losses in float32
+    assert_learns(model, single, tokens, tolerance=1e-6)  # of losses in float32
     generated = [copy.generate(tokens[:, :9], max_new_tokens=4, do_sample=False) for copy in (model, single)]
     assert generated[0].equal(generated[1])
     assert_saves(model, folder / "two_groups", folder / "fsdp-again")
