@@ -17,6 +17,7 @@ class FakeBucket(ThreadingHTTPServer):
     """A bucket named `runs` of files by their paths; it answers with `status`, or never if `is_silent`."""
 
     daemon_threads = True
+    request_queue_size = 128  # tensorstore asks for all arrays at once; a connection that finds no place waits a second
 
     def __init__(self, files):
         super().__init__(("127.0.0.1", 0), AnsweringReaders)
@@ -127,7 +128,7 @@ def test_a_conversion_goes_on_after_the_server_failed_in_its_middle(bucket, tmp_
 def test_an_empty_folder_and_a_server_that_never_answers_are_named(bucket, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="s3://runs/nothing"):
         convert_maxtext("s3://runs/nothing", tmp_path / "model")
-    monkeypatch.setattr(stores, "_LIST_SECONDS", 0.5)
+    monkeypatch.setattr(stores, "_LIST_SECONDS", 0.1)
     bucket.is_silent = True
     with pytest.raises(TimeoutError, match="s3://runs/mine"):
         convert_maxtext("s3://runs/mine", tmp_path / "model")
