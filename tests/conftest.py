@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import killable
@@ -68,6 +69,10 @@ def unhurried_disk():
     """Nothing waits until the disk has written, thousands of times; tests of the order of writing see the calls."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
+        if tensorstore := sys.modules.get("tensorstore"):
+            opened, settings = tensorstore.open, {"file_io_sync": False}
+            context = tensorstore.Context
+            patch.setattr(tensorstore, "open", lambda spec, **given: opened(spec, context=context(settings), **given))
         yield
 
 
