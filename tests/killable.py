@@ -5,6 +5,7 @@ the first test: later the threads of torch and tensorstore would be missing in t
 differentiate there.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -69,7 +70,8 @@ class Process:
 
     def kill(self) -> None:
         if self.exitcode is None:
-            self.connection.send(None)
+            with contextlib.suppress(BrokenPipeError):  # it has ended meanwhile
+                self.connection.send(None)
             self.join()
 
 
