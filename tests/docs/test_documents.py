@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
+import torch._dynamo.config
 import yaml
 from typer.testing import CliRunner
 
@@ -55,6 +55,8 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("example_page", pages)
 
 
+# Making entries of this cache takes longer than they save, where lengths are free.
+@torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
 def test_its_examples_run_and_print_what_it_says(example_page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(dcmha, "BACKENDS", dict(dcmha.BACKENDS))
