@@ -15,6 +15,9 @@ def logged(monkeypatch):
         monkeypatch.delenv(f"WANDB_{name}", raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    # Neither lists the packages that are installed, nor imports what starts jobs.
+    monkeypatch.setenv("WANDB_X_SAVE_REQUIREMENTS", "false")
+    monkeypatch.setattr(wandb.Run, "_detect_and_apply_job_inputs", lambda run: None, raising=False)
     records, log = [], wandb.Run.log
 
     def log_and_keep(run, values, *args, **kwargs):
