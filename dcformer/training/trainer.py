@@ -95,6 +95,8 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
 def make_trackers(arguments: TrainingArguments) -> list[TrainerCallback]:
     """Make the trackers that `report_to` names, and remove the names, or Trainer would make them again."""
     names, arguments.report_to = [*dict.fromkeys(arguments.report_to)], []
+    if not names:
+        return []  # before asking what is installed, which imports some of it, for seconds
     trackers = get_reporting_integration_callbacks(names)
     installed = {*get_available_reporting_integrations(), "flyte"}  # which Transformers leaves out, and checks itself
     for name in names:
