@@ -3,9 +3,11 @@
 import functools
 import math
 import os
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,14 +17,18 @@ from triton.language import core, semantic
 from triton.runtime import interpreter
 
 
+# Operators of tensors, with those that have the tensor on their right.
+OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "rshift", "lt", "le", "gt", "ge", "eq", "ne")
+REFLECTED = ("radd", "rsub", "rmul")
+
+
 def spare_repeated_work() -> None:
     """
-    Spare the interpreter what it does anew at every step of a kernel, which takes half of the time: it puts what works
-    on arrays in the language's place, makes types and shapes, compares them, and brings two operands to one type and
-    shape. Nothing changes a type or a shape, so that each is made once, and those of two tensors are the same if they
-    are one object; types that were left alone once always are, and a number beside a type is always the same tensor.
+    Spare the interpreter what it does anew at every step of a kernel, which takes most of the time: it puts what works
+    on arrays in the language's place, makes types and shapes, and finds out what operators do with operands of their
+    types. Nothing changes a type or a shape, so that each is made once, and those of two tensors are the same if they
+    are one object.
     """
-    convert, converted = semantic.TritonSemantic.binary_op_type_checking_impl, {}
     patch_language, initialise = interpreter._patch_lang, core.block_type.__init__
     broadcast = semantic.TritonSemantic.broadcast_impl_value
 
@@ -51,25 +57,69 @@ def spare_repeated_work() -> None:
     def broadcast_unequal(self, lhs, rhs):
         return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
 
-    def operands(self, lhs, rhs, *options: bool, **named: bool):
-        kinds = [(x.dtype, id(x.shape)) if isinstance(x, core.tensor) else (type(x), repr(x)) for x in (lhs, rhs)]
-        key = (*kinds, options, *named.items())
-        if key in converted:
-            new_lhs, new_rhs = converted[key]
-            return lhs if new_lhs is None else new_lhs, rhs if new_rhs is None else new_rhs
-        new_lhs, new_rhs = convert(self, lhs, rhs, *options, **named)
-        is_left, is_right = new_lhs is lhs, new_rhs is rhs
-        if (is_left or not isinstance(lhs, core.tensor)) and (is_right or not isinstance(rhs, core.tensor)):
-            converted[key] = None if is_left else new_lhs, None if is_right else new_rhs
-        return new_lhs, new_rhs
-
     scalar = {"shape": core.tuple([]), "numel": core.constexpr(1)}
     core.pointer_type.__hash__ = core.block_type.__hash__ = core.dtype.__hash__
     core.block_type.__init__, core.tensor.__init__ = block_type, tensor
     semantic.TritonSemantic.broadcast_impl_value = broadcast_unequal
-    semantic.TritonSemantic.binary_op_type_checking_impl = operands
     interpreter._patch_lang = patch_once
     interpreter._get_np_dtype = functools.cache(interpreter._get_np_dtype)
+    calls = watch_calls("binary_op", "create_addptr", "create_idiv")
+    for name in (*OPERATORS, *REFLECTED):
+        run = getattr(core.tensor, f"__{name}__")
+        setattr(core.tensor, f"__{name}__", planned(run, name in REFLECTED, calls))
+
+
+def watch_calls(*names: str) -> deque:
+    """The last calls of methods of the interpreter that work on arrays: the method, its arguments and the result."""
+    builder, calls = interpreter.interpreter_builder, deque(maxlen=2)
+
+    def watched(method):
+        def run(*arguments):
+            result = method(*arguments)
+            calls.append((method, *arguments, result))
+            return result
+
+        return run
+
+    for name in names:
+        setattr(builder, name, watched(getattr(builder, name)))
+    return calls
+
+
+def planned(run, is_reflected: bool, calls: deque):
+    """
+    The operator `run` of tensors. What it does with the arrays in the end, and the types that it brings them to, are
+    the same for all operands of these types and shapes, or of this number; NumPy needs no arrays of one shape.
+    """
+    plans, builder = {}, interpreter.interpreter_builder
+
+    def kind(x):
+        return (x.dtype.name, id(x.shape)) if isinstance(x, core.tensor) else (type(x), repr(x))
+
+    def brought(x, to):
+        if not isinstance(x, core.tensor):
+            return to
+        data, dtype = x.handle.data, to.data.dtype
+        return x.handle if data.dtype == dtype else interpreter.TensorHandle(data.astype(dtype), to.dtype)
+
+    def follow(method, left, right, rest, type, operands):
+        left, right = map(brought, operands, (left, right))
+        return core.tensor(method(left, right, *rest), type)
+
+    def operate(self, other):
+        key, operands = (kind(self), kind(other)), (other, self) if is_reflected else (self, other)
+        if plan := plans.get(key):
+            return follow(*plan, operands)
+        calls.clear()
+        result = run(self, other, _semantic=interpreter.interpreter_semantic)
+        if len(calls) == 1 and not builder.options.sanitize_overflow:
+            method, left, right, *rest, handle = calls[0]
+            plan = method, left, right, rest, result.type
+            if handle is result.handle and np.array_equal(follow(*plan, operands).handle.data, handle.data):
+                plans[key] = plan
+        return result
+
+    return operate
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":

@@ -1,10 +1,12 @@
 """Which key a query sees: every backend against the rule at the head of `visibility_dcformer.py`, pair by pair."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
 from operator_inputs import DEVICE, VARIANTS, attend, library_of
+from torch.testing import assert_close
 
 from dcformer import Visibility
 
@@ -41,18 +43,26 @@ def sees(mask: Visibility, b: int, t: int, s: int) -> bool:
     return seen and (mask.sequence_ids is None or bool(mask.sequence_ids[b, p] == mask.sequence_ids[b, s]))
 
 
+@functools.cache
+def expected_of(case: str) -> tuple[Visibility, torch.Tensor, torch.Tensor]:
+    """The mask, values, and the mean of those that each query sees, (batch, query, channel)."""
+    queries, keys, options = CASES[case]
+    mask, batch = Visibility(queries, keys, **options), len(options.get("padding", "1"))
+    rule = [[[sees(mask, b, t, s) for s in range(keys)] for t in range(queries)] for b in range(batch)]
+    weights = torch.tensor(rule).double()
+    value = torch.randn(batch, 1, keys, 3, generator=torch.Generator().manual_seed(1))
+    return mask, value, weights / weights.sum(2, keepdim=True).clamp(min=1) @ value[:, 0].double()
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("form", [*VARIANTS, "triton"])
 def test_a_query_gets_the_values_of_the_keys_that_it_sees(form, case):
-    queries, keys, options = CASES[case]
-    batch = len(options.get("padding", "1"))
-    mask = Visibility(queries, keys, **options)
-    query, key = torch.zeros(batch, 2, queries, 4), torch.randn(batch, 1, keys, 4, generator=GENERATOR)
-    value = torch.eye(keys).expand(batch, 1, keys, keys)  # all scores are alike, so the weights are the output
+    mask, value, expected = expected_of(case)
+    batch, queries, _ = expected.shape
+    query, key = torch.zeros(batch, 2, queries, 4), torch.ones(batch, 1, value.shape[2], 4)  # all scores are alike
     name, _, instruction_set = form.partition("-")
     device = DEVICE if name == "triton" else "cpu"
     with library_of(instruction_set) if instruction_set else contextlib.nullcontext():
         states = (states.to(device) for states in (query, key, value))
         output = attend(name, *states, None, None, attention_mask=mask.to(device))
-    expected = [[[sees(mask, b, t, s) for s in range(keys)] for t in range(queries)] for b in range(batch)]
-    assert torch.equal(output.cpu() > 0, torch.tensor(expected)[:, None].expand(batch, 2, queries, keys))
+    assert_close(output.cpu().double(), expected[:, None].expand(output.shape), rtol=0, atol=5e-6)
