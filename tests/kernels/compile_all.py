@@ -163,12 +163,14 @@ def specialised(kernel: JITFunction, arguments: list[Any], target: GPUTarget) ->
     )
 
 
-def usage(source: ASTSource, options: dict[str, Any], sizes: Any, target: GPUTarget) -> dict[str, Any]:
+def usage(
+    source: ASTSource, options: dict[str, Any], sizes: Any, target: GPUTarget, is_counted: bool
+) -> dict[str, Any]:
     """
     Registers of a thread, bytes of its stack and shared memory of a program, and the instructions that order what
     programs write for one another. On Hopper, of the longest loop, the instructions for a score, as if each of its
     iterations took one query of a composing kernel, and those that reach spilled registers, if there can be any or they
-    are to be counted: to disassemble takes as long as to compile.
+    are to be counted: to disassemble takes longer than to compile.
     """
     compiled = triton.compile(source, target=target, options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -182,8 +184,7 @@ def usage(source: ASTSource, options: dict[str, Any], sizes: Any, target: GPUTar
             "shared": compiled.metadata.shared,
             "ordering": re.findall(r"bar\.sync|atom\.global[\w.]*|ld\.global\.cg", compiled.asm["ptx"]),
         }
-        is_asked_for = int(stack) > 0 or source.fn.fn.__name__ in sys.argv[1:]
-        if target.arch == 90 and sizes is not None and is_asked_for:
+        if target.arch == 90 and sizes is not None and (int(stack) > 0 or is_counted):
             loop = longest_loop(cuobjdump("-sass", file.name))
             scores = sizes.COMPOSE_N.value * sizes.HEADS.value / (32 * options["num_warps"])
             found["spills"] = sum(instruction in ("LDL", "STL") for instruction in loop)
@@ -215,10 +216,12 @@ def main() -> None:
         target = GPUTarget("cuda", capability, 32)
         for name, function in operators(capability):
             about = {"capability": capability, "operator": name}
-            kernels = launches(function, target)
-            if name.startswith("composing"):
-                kernels = [each for each in kernels if each[0].fn.fn.__name__ in COMPOSING]
-            found += [{**about, **usage(*launch, target)} for launch in kernels]
+            is_wide = name.startswith("composing")
+            for launch in launches(function, target):
+                kernel = launch[0].fn.fn.__name__
+                if not is_wide or kernel in COMPOSING:
+                    is_counted = kernel in sys.argv[1:] and not is_wide
+                    found.append({**about, **usage(*launch, target, is_counted)})
     json.dump(found, sys.stdout)
 
 

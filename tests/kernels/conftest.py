@@ -17,9 +17,10 @@ from triton.language import core, semantic
 from triton.runtime import interpreter
 
 
-# Operators of tensors, with those that have the tensor on their right.
-OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "rshift", "lt", "le", "gt", "ge", "eq", "ne")
-REFLECTED = ("radd", "rsub", "rmul")
+# Operators of tensors, the last of which have the tensor on their right.
+ARITHMETIC = ["add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "rshift"]
+COMPARISONS = ["lt", "le", "gt", "ge", "eq", "ne"]
+REFLECTED = ["radd", "rsub", "rmul"]
 
 
 def spare_repeated_work() -> None:
@@ -64,7 +65,7 @@ def spare_repeated_work() -> None:
     interpreter._patch_lang = patch_once
     interpreter._get_np_dtype = functools.cache(interpreter._get_np_dtype)
     calls = watch_calls("binary_op", "create_addptr", "create_idiv")
-    for name in (*OPERATORS, *REFLECTED):
+    for name in (*ARITHMETIC, *COMPARISONS, *REFLECTED):
         run = getattr(core.tensor, f"__{name}__")
         setattr(core.tensor, f"__{name}__", planned(run, name in REFLECTED, calls))
 

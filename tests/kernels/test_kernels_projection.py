@@ -199,7 +199,7 @@ def test_a_compiled_step_multiplies_few_tokens_too(multiplied):
         torch._dynamo.reset()
         multiplied.clear()
         some = states[:, : tokens[1]]
-        found = torch.compile(compose, backend="aot_eager", fullgraph=True, dynamic=is_dynamic)(some)
+        found = torch.compile(compose, backend="eager", fullgraph=True, dynamic=is_dynamic)(some)
         assert multiplied == ([] if is_dynamic or tokens == TOKENS else [some.shape])
         for stage, expected in zip(found, compose(some)):
             assert_close(stage.query.factors, expected.query.factors, rtol=1e-5, atol=1e-6)
@@ -332,7 +332,7 @@ def test_models_compute_the_same(variant, launched, monkeypatch):
     assert_close(found, model(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["eager", "checkpoints", "compiled_checkpoints", "autocast", "compiled_autocast"])
+@pytest.mark.parametrize("way", ["checkpoints", "compiled_checkpoints", "autocast", "compiled_autocast"])
 def test_first_steps_of_training_run_on_the_kernels_and_are_the_same(way, launched, monkeypatch):
     model, tokens = tiny_model(num_hidden_layers=1).to(DEVICE).train(), random_tokens(2, 9).to(DEVICE)
     attended, attend = [], attention_forward.composed_forward
@@ -348,7 +348,8 @@ def test_first_steps_of_training_run_on_the_kernels_and_are_the_same(way, launch
         loss.backward()
         return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
-    found = gradients(torch.compile(model, backend="aot_eager", fullgraph=True) if "compiled" in way else model)
+    backend = "aot_eager" if "checkpoints" in way else "eager"
+    found = gradients(torch.compile(model, backend=backend, fullgraph=True) if "compiled" in way else model)
     assert len(launched) == len(attended) == (2 if "checkpoints" in way else 1)
     model.set_attn_implementation("dcmha_plain")
     monkeypatch.setattr(triton_form.TritonBackend, "factors", lambda *operands: None)
@@ -508,10 +509,10 @@ def test_queries_and_keys_are_normalised_and_rotated_as_complex_numbers(rotary, 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", ["dcformer", "plain_gated_transformer"])
 def test_layers_normalise_and_rotate_in_one_launch_where_nothing_forbids_it(variant, rotated, monkeypatch):
-    model, tokens = tiny_model(variant).to(DEVICE), random_tokens(2, 3).to(DEVICE)
+    layers = 2
+    model, tokens = tiny_model(variant, num_hidden_layers=layers).to(DEVICE), random_tokens(2, 3).to(DEVICE)
     model.set_attn_implementation(NAMED if model.config.composes_heads else "sdpa")
     monkeypatch.setattr(cpu_backend.CPUBackend, "projection", lambda *operands: None)
-    layers = model.config.num_hidden_layers
     found = model(tokens).logits
     assert len(rotated) == layers
     with torch.enable_grad():
