@@ -48,7 +48,7 @@ QUICK := common operator generation conversion/test_golden.py eval/test_eval_mod
     "kernels/test_kernels_decode.py::test_output_equals_the_reference[Q2-S63-H3-D80-win32]" \
     "kernels/test_kernels_decode.py::test_heads_of_published_sizes_equal_the_reference[16]" \
     "kernels/test_kernels.py::test_output_and_gradients_equal_the_reference[left_padding-torch.float32]"
-SLOW := hub_names or find_models or pax or grows_linearly or spare_the_work or damaged or too_small or compiled_once \
+SLOW := hub_names or find_models or pax or grows_linearly or spare_the_work or damaged or too_small \
     or rules_of_torch or finite_differences or padded_batch or log_likelihoods or without_a_row \
     or of_the_harness or every_source_gives or fit_into_memory or rows_hold or hashes or scored_tokens or B3 or triton
 quick: $(VENV)/.installed

@@ -84,9 +84,9 @@ IN_SIXTEEN_BITS = ("two_groups_grouped_query_wide_values", "forty_heads", "twent
 
 
 def on_device(case: Case):
-    """Of one row of the batch if its mask is the same for all: the interpreter takes twice as long for two."""
+    """Of few queries, and of one row of the batch if its mask is the same for all: the interpreter takes as long."""
     rows = 2 if case.mask in (left_padding, float_mask) else 1
-    inputs, options = case._replace(shape={**case.shape, "batch": rows}).build()
+    inputs, options = case._replace(shape={"queries": 12, **case.shape, "batch": rows}).build()
     if case.mask is not None:
         options["attention_mask"] = options["attention_mask"].to(DEVICE)
     return inputs.map(lambda tensor: tensor.to(DEVICE)), options
@@ -95,7 +95,8 @@ def on_device(case: Case):
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, torch.float32) for name in KERNEL_CASES] + [(name, torch.float16) for name in IN_SIXTEEN_BITS],
+    [(name, torch.float32) for name in KERNEL_CASES if name != "forty_heads"]
+    + [(name, torch.float16) for name in IN_SIXTEEN_BITS],
     ids=str,
 )
 def test_output_and_gradients_equal_the_reference(name, dtype):

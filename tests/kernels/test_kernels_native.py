@@ -334,7 +334,9 @@ static int64_t shortens(int64_t number) { return arrays++ == chosen && number > 
 """
 
 
-def test_every_array_that_is_too_small_is_an_error(not_installed, threads, monkeypatch):
+def test_it_is_compiled_once_and_every_array_that_is_too_small_is_an_error(
+    not_installed, instruction_set, threads, monkeypatch
+):
     """The bounds of one array after the other are one element too tight, in every function of the library."""
     sources = shutil.copytree(build.SOURCES, not_installed / "sources", ignore=shutil.ignore_patterns("*.so"))
     before, after = (sources / "vectors.h").read_text().split("\nnamespace {\n", 1)
@@ -343,11 +345,17 @@ def test_every_array_that_is_too_small_is_an_error(not_installed, threads, monke
     (sources / "vectors.h").write_text(f"{before}{COUNTER}namespace {{\n{after}")
     monkeypatch.setattr(build, "SOURCES", sources)
     monkeypatch.setattr(native, "has_bfloat16_products", lambda: True)
+    assert native._why_no_library() is None
+    (library,) = (not_installed / "cache").iterdir()
+    assert library == build.find_library(instruction_set, not_installed / "cache")
+    native._library.cache_clear()
+    monkeypatch.setenv("CXX", "no-such-compiler")
     names = ("arrays", "chosen", "shortened")
     arrays, chosen, shortened = (ctypes.c_int64.in_dll(native._library(), name) for name in names)
     # Heads of 3 and 6 channels fill no vector, so that all arrays are read.
     model, ids = tiny_model(num_hidden_layers=1, head_dim=6), random_tokens(1, 2)
-    long, short = (make_inputs(queries=queries, keys=100).to(torch.float32) for queries in (100, 3))
+    shapes = ({"batch": 1, "heads": 2, "queries": queries, "keys": 100} for queries in (100, 3))
+    long, short = (make_inputs(**shape).to(torch.float32) for shape in shapes)
     threads(1)
 
     def compute_everything():
@@ -367,15 +375,6 @@ def test_every_array_that_is_too_small_is_an_error(not_installed, threads, monke
             assert shortened.value == 1 and "an array is too small" in str(error)
         else:
             assert shortened.value == 0  # it was empty
-
-
-def test_it_is_compiled_once_into_the_cache(not_installed, instruction_set, monkeypatch):
-    assert native._why_no_library() is None
-    (library,) = (not_installed / "cache").iterdir()
-    assert library == build.find_library(instruction_set, not_installed / "cache")
-    native._library.cache_clear()
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert native._why_no_library() is None
 
 
 DAMAGES = {
