@@ -50,7 +50,7 @@ class GenerationOptions:
     min_p: Annotated[float | None, Option(min=0, max=1, help="Least probability, as a share of the top.")] = None
     repetition_penalty: Annotated[float | None, Option(help="Above 1, repeat tokens less often.")] = None
     num_beams: Annotated[int | None, Option(min=1, help="Number of beams of a beam search.")] = None
-    seed: Annotated[int | None, Option(help="Seed of sampling.")] = None
+    seed: Annotated[int | None, Option(min=0, max=2**32 - 1, help="Seed of sampling.")] = None
     stop: Annotated[
         list[str] | None, Option(help="End the text before this string; repeatable.", show_default=_CONFIG)
     ] = None
