@@ -155,6 +155,17 @@ def test_factors_and_gradients_are_as_exact_as_those_of_torch(name, dtype, launc
 
 
 @torch.no_grad()
+def test_small_gates_keep_all_their_digits(launched):
+    compose = make_compose(torch.float32, **CASES["gates_alone"])
+    compose.gate_weight.data /= 500
+    states = torch.randn(*TOKENS, HIDDEN).to(DEVICE)
+    exact = factors_of(compose.double(), states.double())
+    for found, expected in zip(factors_of(compose.float(), states), exact):
+        assert (found - expected).abs().max() < 1e-8
+    assert len(launched) == 1
+
+
+@torch.no_grad()
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(
     "name, dtype", [(name, torch.float16) for name in CASES] + [("rank_2", torch.float32)], ids=str
