@@ -45,7 +45,7 @@ class GenerationOptions:
         bool | None, Option("--do-sample/--greedy", help="Sample, or decode greedily.", show_default=_CONFIG)
     ] = None
     temperature: Annotated[float | None, Option(min=0, help="Sampling temperature; 0: decode greedily.")] = None
-    top_k: Annotated[int | None, Option(help="Sample from the k likeliest tokens; 0: all.")] = None
+    top_k: Annotated[int | None, Option(min=0, help="Sample from the k likeliest tokens; 0: all.")] = None
     top_p: Annotated[float | None, Option(min=0, max=1, help="Sample from the likeliest that sum to this.")] = None
     min_p: Annotated[float | None, Option(min=0, max=1, help="Least probability, as a share of the top.")] = None
     repetition_penalty: Annotated[float | None, Option(help="Above 1, repeat tokens less often.")] = None
