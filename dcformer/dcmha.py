@@ -250,8 +250,8 @@ def composed_attention(
     Raises:
         ValueError: if shapes do not fit, a number is below 1, or the implementation cannot compute this.
     """
-    mask: dict[str, Any] = {"is_causal": is_causal, "sliding_window": sliding_window, "attention_mask": attention_mask}
-    inputs = _checked_inputs(query, key, value, pre, post, scaling, dropout, chunk_size, **mask)
+    mask = is_causal, sliding_window, attention_mask
+    inputs = _checked_inputs(query, key, value, pre, post, scaling, dropout, chunk_size, *mask)
     wants_maps = return_weights or observe is not None
     backend = choose_backend(inputs, "plain" if wants_maps and implementation in (None, *BACKENDS) else implementation)
     if query.shape[0] * query.shape[2] * key.shape[2] == 0:
@@ -292,10 +292,11 @@ def composed_attention_forward(
     # A mask of four dimensions contains causality and window.
     is_dense = isinstance(attention_mask, Tensor) and attention_mask.dim() == 4
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    mask: dict[str, Any] = {"attention_mask": attention_mask, "is_causal": is_causal and not is_dense}
-    mask["sliding_window"] = None if is_dense else sliding_window
     options: Any = {"scaling": scaling, "dropout": dropout, "implementation": implementation, "observe": observe}
-    result = composed_attention(query, key, value, pre, post, **mask, **options, return_weights=output_attentions)
+    options |= {"is_causal": is_causal and not is_dense, "sliding_window": None if is_dense else sliding_window}
+    result = composed_attention(
+        query, key, value, pre, post, attention_mask=attention_mask, return_weights=output_attentions, **options
+    )
     output, weights = result if output_attentions else (result, None)
     return output.transpose(1, 2).contiguous(), weights
 
@@ -320,7 +321,6 @@ def _checked_inputs(
     scaling: float | None = None,
     dropout: float = 0.0,
     chunk_size: int | None = None,
-    *,
     is_causal: bool = True,
     sliding_window: int | None = None,
     attention_mask: Tensor | Visibility | None = None,

@@ -153,11 +153,12 @@ def are_replaced(*expected: tuple[nn.Module | None, type | None]) -> bool:
     """Tell whether modules are not of the expected class (None: any), or observed, or torch.func transforms them."""
     for module, kind in expected:
         if module is not None:
-            if type(module) is not (kind or type(module)) or "forward" in module.__dict__:
+            state = module.__dict__  # which is quicker to ask than the module
+            if type(module) is not (kind or type(module)) or "forward" in state:
                 return True
-            if module._forward_hooks or module._forward_pre_hooks:
+            if state["_forward_hooks"] or state["_forward_pre_hooks"]:
                 return True
-            if module._backward_hooks or module._backward_pre_hooks:
+            if state["_backward_hooks"] or state["_backward_pre_hooks"]:
                 return True
     return _has_any_global_hook() or why_transformed() is not None
 
