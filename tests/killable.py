@@ -40,8 +40,8 @@ def fork_idle_copy() -> None:
 
 def call(tests: connection.Connection) -> None:
     """Run the process that is asked for to its end, or kill it at the next message or the end of the tests."""
-    function, arguments, options = tests.recv()
-    process = get_context("fork").Process(target=function, args=arguments, kwargs=options)
+    function, arguments = tests.recv()
+    process = get_context("fork").Process(target=function, args=arguments)
     process.start()
     connection.wait([tests, process.sentinel])
     process.kill()
@@ -58,11 +58,11 @@ class Process:
 
     exitcode: int | None = None
 
-    def __init__(self, function, *arguments, **options):
+    def __init__(self, function, *arguments):
         self.connection, other = get_context("fork").Pipe()
         socket.send_fds(requests, [b" "], [other.fileno(), 1, 2])
         other.close()
-        self.connection.send((function, arguments, options))
+        self.connection.send((function, arguments))
 
     def join(self, seconds: float | None = None) -> None:
         if self.exitcode is None and self.connection.poll(seconds):

@@ -34,15 +34,7 @@ from .head_task_answers import FIELDS
 from .perplexity import PAPER_WINDOW
 from .records import Record, Settings
 from .stats import is_perplexity, metric_and_stderr
-from .suites import (
-    HEAD_TASKS,
-    OTHER_PROMPTS,
-    PERPLEXITY_TASKS,
-    TABLE4_COLUMNS,
-    find_entries,
-    harness_name,
-    is_ours,
-)
+from .suites import HEAD_TASKS, OTHER_PROMPTS, PERPLEXITY_TASKS, TABLE4_COLUMNS, find_entries, harness_name, is_ours
 from .task_data import data_fingerprint, files_fingerprint, import_extra, source_of, spread_indices
 from .texts import TEXT, WINDOW, read_documents, score_text, text_files
 

@@ -122,9 +122,13 @@ def find_entries(
 
 def _entry_of_ours(task: str) -> Any:
     """A task of this package as lm-eval's index has it, without an index, for which every file would be read."""
-    file = tasks_folder() / f"{PREFIX}{task}.yaml"
-    load_yaml = import_extra("lm_eval.tasks._yaml_loader").load_yaml
+    file, load_yaml = _definition(task), import_extra("lm_eval.tasks._yaml_loader").load_yaml
     return SimpleNamespace(cfg=load_yaml(file, resolve_func=False), yaml_path=file)
+
+
+def _definition(task: str) -> Path:
+    """The file that defines a task, if it is of this package."""
+    return tasks_folder() / f"{PREFIX}{task}.yaml"
 
 
 def _leaves(name: str, included: Mapping[str, Any]) -> list[Any]:
@@ -170,7 +174,7 @@ def _unread(include_path: str | os.PathLike | None) -> str:
 
 def is_ours(task: str) -> bool:
     """True if a task is of this package."""
-    return (tasks_folder() / f"{PREFIX}{task}.yaml").is_file()
+    return _definition(task).is_file()
 
 
 def harness_name(task: str) -> str:

@@ -230,13 +230,8 @@ def _readable_call(call: Call) -> Call:
     are_known = call.pre_static is call.post_static is call.dense is None and all(t.dtype in _TYPES for t in tensors)
     if are_known and call.query.stride(3) == call.key.stride(3) == call.value.stride(3) == 1:
         return call
-    readable: list[Any] = []
-    for number, tensor in enumerate(fields[:DIFFERENTIABLE]):
-        if tensor is not None and (tensor.dtype not in _TYPES or tensor.dim() == 3):
-            tensor = _readable(tensor)
-        if number < 3 and tensor.stride(3) != 1:
-            tensor = channels_last(tensor)
-        readable.append(tensor)
+    readable: list[Any] = [None if tensor is None else _readable(tensor) for tensor in fields[:DIFFERENTIABLE]]
+    readable[:3] = map(channels_last, readable[:3])
     dense = call.dense if call.dense is None or call.dense.dtype == torch.float32 else readable_mask(call.dense)
     rest: Any = (*fields[DIFFERENTIABLE : TENSORS - 1], dense, *fields[TENSORS:])
     return Call(*readable, *rest)
