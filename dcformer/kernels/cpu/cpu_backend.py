@@ -226,10 +226,10 @@ attention_op = register_op(
 def _readable_call(call: Call) -> Call:
     """The call in types and strides that the C++ code knows; as a rule nothing is copied."""
     fields: Any = call
-    tensors = [tensor for tensor in fields[:DIFFERENTIABLE] if tensor is not None]
-    are_known = call.pre_static is call.post_static is call.dense is None and all(t.dtype in _TYPES for t in tensors)
-    if are_known and call.query.stride(3) == call.key.stride(3) == call.value.stride(3) == 1:
-        return call
+    if call.pre_static is call.post_static is call.dense is None:
+        dtypes = {tensor.dtype for tensor in fields[:DIFFERENTIABLE] if tensor is not None}
+        if dtypes <= _TYPES.keys() and call.query.stride(3) == call.key.stride(3) == call.value.stride(3) == 1:
+            return call
     readable: list[Any] = [None if tensor is None else _readable(tensor) for tensor in fields[:DIFFERENTIABLE]]
     readable[:3] = map(channels_last, readable[:3])
     dense = call.dense if call.dense is None or call.dense.dtype == torch.float32 else readable_mask(call.dense)
