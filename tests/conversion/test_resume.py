@@ -8,15 +8,14 @@ import os
 import shutil
 from pathlib import Path
 
+import command_line
 import pytest
 import torch
 from damage import contents, cut, flip_bit, interrupted, partial_of
 from orbax_writer import maxtext_leaves, write_checkpoint
 from safetensors.torch import load_file
 from tiny_models import tiny_model
-from typer.testing import CliRunner
 
-from dcformer.cli import app
 from dcformer.common.files import LockHeldError, file_lock
 from dcformer.conversion import REPORT_FILE, Destination, convert_maxtext, convert_to_maxtext, convert_torch, to_maxtext
 
@@ -276,7 +275,7 @@ def test_what_was_changed_after_the_renaming_is_not_called_complete(model, tmp_p
         out = tmp_path / command
         with interrupted(after=0, module=Destination, function="_remove_partial"):
             convert(model, out, verify=False)
-        result = CliRunner().invoke(app, ["convert", command, str(model), str(out), "--no-verify"])
+        result = command_line.call("convert", command, model, out, "--no-verify")
         assert result.exit_code == 0 and f"{out} is complete: an earlier run wrote it" in result.stdout
         assert not partial_of(out).exists()
 

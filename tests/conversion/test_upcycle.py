@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import call
 from damage import contents, interrupted
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_models import random_tokens
 from tiny_recipes import tiny_mapping
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from typer.testing import CliRunner
 
-from dcformer.cli import app
 from dcformer.conversion import arrays, upcycle
 from dcformer.hub_dcformer import COMPOSITION
 from dcformer.training import Recipe, train
@@ -150,7 +149,7 @@ def test_a_recipe_trains_a_composition_whose_file_fits_the_source(llama, tmp_pat
     assert load_file(file).keys() == {name for name in after if not torch.equal(after[name], before[name])}
 
     command = ["convert", "upcycle", tmp_path / "source", tmp_path / "again", "--composition", file]
-    assert CliRunner().invoke(app, list(map(str, command))).exit_code == 0
+    assert call(*command).exit_code == 0
     logits = [AutoModelForCausalLM.from_pretrained(path)(TOKENS).logits for path in (tmp_path / "again", final)]
     assert torch.equal(*logits) and not torch.allclose(logits[0], source(TOKENS).logits, atol=1e-4)
     make_source(tmp_path / "narrow", **{**GROUPED, "hidden_size": 32})
@@ -206,10 +205,10 @@ def test_wrong_paths_and_layers_are_refused_in_a_sentence(llama, tmp_path):
     for source, words in (("none", "no folder '.*none'"), ("none/weights.gguf", "there is no weights.gguf in it")):
         with pytest.raises(FileNotFoundError, match=words):
             upcycle(tmp_path / source, tmp_path / "model")
-    command = ["convert", "upcycle", str(llama[1]), str(tmp_path / "model"), "--layers"]
-    wrong = CliRunner().invoke(app, [*command, "0,x"])
+    command = ["convert", "upcycle", llama[1], tmp_path / "model", "--layers"]
+    wrong = call(*command, "0,x")
     assert wrong.exit_code == 2 and "--layers" in wrong.stderr and "'x'" in wrong.stderr
-    assert CliRunner().invoke(app, [*command, "0,1-2"], catch_exceptions=False).exit_code == 0
+    assert call(*command, "0,1-2", catch_exceptions=False).exit_code == 0
     assert AutoConfig.from_pretrained(tmp_path / "model").compose_layers == [0, 1, 2]
 
 

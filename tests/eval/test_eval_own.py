@@ -201,6 +201,7 @@ def test_models_are_compared_per_byte_and_with_one_tokenizer_per_token(model, te
 
 def test_tasks_in_yaml_are_scored_as_by_lm_evals_own_class(model, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda _: None)  # takes seconds
+    monkeypatch.setenv("DISABLE_MULTIPROC", "1")  # JAX is imported here, whose threads a fork could wait for
     progress, given = [], {"include_path": folder, "output": tmp_path / "out", "device": "cpu"}
     made = evaluate(model, tasks=[*OWN], on_progress=lambda *done: progress.append(done), **given)
     harness = HFLM(model, backend="causal", batch_size=4, dtype="float32", device="cpu")

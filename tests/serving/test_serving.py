@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock, call
 
+import command_line
 import pytest
 import torch
 from fastapi import FastAPI
@@ -15,10 +16,8 @@ from fastapi.testclient import TestClient
 from jinja2 import TemplateError
 from transformers.cli.serving import server
 from transformers.cli.serving.utils import GenerateManager
-from typer.testing import CliRunner
 
 import dcformer
-from dcformer.cli import app
 from dcformer.loading import find_model
 from dcformer.serving import choose_engine, serve
 from dcformer.serving.limits import refuse_what_does_not_fit
@@ -62,7 +61,7 @@ def test_vllm_gets_the_model_and_all_further_options(vllm, started, monkeypatch)
     monkeypatch.setattr("dcformer.loading.find_model", find)
     words = ["serve", "dcformer-tiny", "--dtype", "float16", "-tp", "1", "--host", "0.0.0.0", "--port", "9"]
     words += ["--tokenizer", "transformer-tiny", "--revision", "v1", "--trust-remote-code", "--", "--max-num-seqs=4"]
-    done = CliRunner().invoke(app, words)
+    done = command_line.call(*words)
     assert done.exit_code == 0 and "http://0.0.0.0:9/v1" in done.stdout, done.output
     tokenizer = dcformer.pretrained_path("transformer-tiny")
     assert find.call_args == call("dcformer-tiny", tokenizer=tokenizer, revision="v1", trust_remote_code=True)
@@ -120,14 +119,14 @@ def test_what_would_be_ignored_is_refused(started):
     for another in (["--model", "transformer-tiny"], ["-tp", "1", "--model=transformer-tiny"]):
         with pytest.raises(ValueError, match="MODEL already names the model"):
             serve(find_model("dcformer-tiny"), "vllm", arguments=another)
-    assert CliRunner().invoke(app, ["serve", "--max-model-len", "512"]).exit_code == 2
-    assert CliRunner().invoke(app, ["serve", "no/such/folder"]).exit_code == 1 and not started
+    assert command_line.call("serve", "--max-model-len", "512").exit_code == 2
+    assert command_line.call("serve", "no/such/folder").exit_code == 1 and not started
 
 
 def test_without_its_packages_transformers_server_is_not_started_and_they_are_named(started, monkeypatch):
     for name in ("openai", "uvicorn"):
         monkeypatch.setitem(sys.modules, name, None)
-    done = CliRunner().invoke(app, ["serve", "dcformer-tiny", "--engine", "transformers"])
+    done = command_line.call("serve", "dcformer-tiny", "--engine", "transformers")
     assert done.exit_code == 1 and done.stdout == "" and not started
     assert done.stderr.startswith("Error: Transformers' server needs openai and uvicorn: pip install")
 

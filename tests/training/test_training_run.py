@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from command_line import call
 from huggingface_hub import ModelCard
 from tiny_models import tiny_model
 from tiny_recipes import tiny_mapping, tiny_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_collator, pipeline
-from typer.testing import CliRunner
 
 from dcformer import pretrained_path
-from dcformer.cli import app
 from dcformer.training import Recipe, fingerprint_inputs, flops_per_token, load_recipe, train
 from dcformer.training.data import build_datasets
 from dcformer.training.optimizer import build_optimizer
@@ -140,8 +139,8 @@ def test_an_answer_is_right_if_all_of_its_tokens_are():
 def test_the_command_trains_and_prints_the_folder_of_the_model(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(tiny_mapping("elsewhere")))
-    arguments = ["train", str(recipe), "--output", str(tmp_path / "run"), "--set", "training.max_steps=2"]
-    first, again, anew = (CliRunner().invoke(app, [*arguments, *more]) for more in ((), (), ("--no-resume",)))
+    arguments = ["train", recipe, "--output", tmp_path / "run", "--set", "training.max_steps=2"]
+    first, again, anew = (call(*arguments, *more) for more in ((), (), ("--no-resume",)))
     assert first.exit_code == 0, first.output
     words = (
         rf"{tmp_path / 'run' / 'final'}: 2 steps, loss 6\.\d+, evaluation loss 6\.\d+ \(perplexity \d+\.\d+\), \d\d? s"
@@ -150,5 +149,5 @@ def test_the_command_trains_and_prints_the_folder_of_the_model(tmp_path):
     assert re.fullmatch(f"{words}, resumed from step 2\n", again.stdout)
     for figure in ("loss", "evaluation loss"):
         assert first.stderr.count(f"step 2 of 2: {figure} 6.") == 1
-    result = CliRunner().invoke(app, [*arguments[:-1], "training.max_stps=2"])
+    result = call(*arguments[:-1], "training.max_stps=2")
     assert result.exit_code == 1 and "max_stps" in result.stderr and len(result.stderr.splitlines()) == 1

@@ -7,12 +7,11 @@ import killable
 import pytest
 import torch
 import yaml
+from command_line import call
 from tiny_recipes import tiny_mapping, tiny_recipe
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from dcformer import pretrained_path
-from dcformer.cli import app
 from dcformer.training import Recipe, flops_per_token, plan_run, run_plan, train
 from dcformer.training.throughput import TrainingClock
 from dcformer.training.trainer import RecipeTrainer
@@ -70,7 +69,7 @@ def test_a_dry_run_multiplies_what_it_measures_and_leaves_the_folder_as_it_is(st
 
 
 def dry_run_as_one_of_two(rank, file, output):
-    output.with_name(f"printed-{rank}").write_text(CliRunner().invoke(app, ["train", str(file), "--dry-run"]).output)
+    output.with_name(f"printed-{rank}").write_text(call("train", file, "--dry-run").output)
 
 
 def test_commands_print_it_once_and_of_every_variant_of_a_sweep(tmp_path):
@@ -80,12 +79,12 @@ def test_commands_print_it_once_and_of_every_variant_of_a_sweep(tmp_path):
     printed, other = ((tmp_path / f"printed-{rank}").read_text() for rank in range(2))
     assert re.search(r"processes: 2, fp32.*\n.*\nTokenising.*\nData: \d+ rows of 16 tokens", printed), printed
     assert printed.count("Time: about 0:00:") == 1 and other == ""
-    result = CliRunner().invoke(app, ["train", str(file)])
+    result = call("train", file)
     assert re.search(r"^Reading .*\nModel.*\nTraining.*\nDevice.*\nMemory.*\nTokenising.*\nData", result.stderr)
     variants = {"a": None, "b": {"model": {"compose_rank": 1}}, "c": {"model": {"compose_gate": False}}}
     sweep = {"variants": variants, "seeds": [3, 4], "only": ["a", "c"]}
     file.write_text(yaml.safe_dump(tiny_mapping(tmp_path / "sweep", sweep=sweep)))
-    result = CliRunner().invoke(app, ["train", str(file), "--dry-run"])
+    result = call("train", file, "--dry-run")
     assert result.exit_code == 0 and result.stdout.count("Model: ") == result.stdout.count("Time: ") == 2
     assert not (tmp_path / "sweep").exists()
 
