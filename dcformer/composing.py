@@ -105,7 +105,8 @@ def compose_attention(
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for own in found.values() for name in own):
             what = "to compose" if names is None else f"whose name matches {pattern!r}"
-            raise ValueError(f"No attention {what} is in this {type(model).__name__}; there is: {known}.")
+            others = f"; there is: {known}" if found else ""
+            raise ValueError(f"No attention {what} is in this {type(model).__name__}{others}.")
     chosen = {
         module: own[0] or "the model itself"
         for module, own in found.items()
@@ -180,7 +181,7 @@ def _make_projection(module: Any, identity: bool, composition: dict[str, Any]) -
 
 
 def _shown(entries: list[str]) -> str:
-    return "; ".join(entries[:3] + [f"{len(entries) - 3} more"][: len(entries) > 3]) or "none"
+    return "; ".join(entries[:3] + [f"{len(entries) - 3} more"][: len(entries) > 3])
 
 
 __all__ = ["compose_attention"]

@@ -267,7 +267,8 @@ def verify_command(
         changes = [(key, _short(left), _short(right)) for key, (left, right) in result.config.items()]
         _print_first("Configuration values that differ", ("field", "A", "B"), changes)
         print_line(f"Logits: {result.logits or f'not compared; {result.note}'}")
-        print_line(f"{result.compared} tensors compared: {result.result}")
+        every = result.compared + len(result.missing) + len(result.shapes)
+        print_line(f"{result.compared} of {every} tensors compared: {result.result}")
     if not result.same:
         raise typer.Exit(1)
 

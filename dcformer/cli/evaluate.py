@@ -88,9 +88,11 @@ def eval_command(
     with running_command(debug, _INTERRUPTED):
         from ..eval import AUTHORS_TASKS, EvaluationOptions, build_report, evaluate, find_tasks
 
+        computed = set()
         with progress_bar("Reading") as (update, say):
 
             def on_progress(what: str, done: int, total: int) -> None:
+                computed.add(what)
                 update(description=what, completed=done, total=total)
                 if done == 0:
                     say(f"{what}: {total:,} requests")
@@ -102,6 +104,8 @@ def eval_command(
             given |= {"tasks": chosen, "text": text or (), "data_hash": _pairs("--data-hash", data_hash)}
             records = evaluate(models, output=output, on_progress=on_progress, **given)
         if records:  # empty in all processes except the first
+            if reused := len(records) - len(computed):
+                print(f"{reused} of {len(records)} results are of an earlier run, in {output}.", file=sys.stderr)
             baseline = baseline and records[0].model  # with its revision
             build_report(output, baseline=baseline).print(make_console())
 

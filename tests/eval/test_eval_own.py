@@ -178,6 +178,7 @@ def test_models_are_compared_per_byte_and_with_one_tokenizer_per_token(model, te
     assert call(*command, "--stride", 8, "--output", out).exit_code == 0
     result = call("eval", other, "--baseline", model, *options, "--stride", 8, "--output", out)
     assert result.exit_code == 0 and result.stderr.count("requests") == 1  # of the baseline none again
+    assert f"1 of 2 results are of an earlier run, in {out}.\n" in result.stderr
     report = build_report(out, baseline=model)
     frame = report.frame[report.frame.task == f"text/{text}"].set_index(["model", "metric"])
     columns = ("nats_per_token", "token_perplexity", "bits_per_byte")
