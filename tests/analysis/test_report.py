@@ -2,6 +2,7 @@
 
 import re
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 from unittest.mock import Mock, call
 
 import command_line
@@ -18,7 +19,7 @@ PROMPT = "There are Paris, Paris, Mumbai. Which is different? The city in"
 
 @pytest.mark.parametrize("composes", [True, False], ids=["dcformer", "transformer"])
 def test_the_command_writes_a_page_with_pictures_and_tables(composes, tmp_path, monkeypatch):
-    model, drawn = ANSWERS if composes else ANSWERS.replace("dcformer", "transformer"), set()
+    model, drawn = ANSWERS if composes else Path(ANSWERS).with_name("transformer"), set()
     if not composes:  # drawing takes long
         monkeypatch.setattr("dcformer.analysis.analysis_page._drawn", lambda _, name, *drawing: drawn.add(name) or "")
     folder = tmp_path / "created"
