@@ -16,7 +16,7 @@ import typer
 
 from ..common.processes import count_processes, is_first_process, leaving_process_group
 from ..common.quiet import quiet_libraries
-from ..common.terminal import make_console, progress_bar
+from ..common.terminal import make_console, progress_bar, stderr_console
 
 
 if TYPE_CHECKING:
@@ -99,9 +99,7 @@ def byte_progress(task: str) -> Iterator[Callable[[int], Callable[[int], None]]]
 
 def status(task: str) -> Status:
     """A spinner on stderr, if that is a terminal."""
-    from rich.console import Console
-
-    return Console(stderr=True).status(task, spinner="line")
+    return stderr_console().status(task, spinner="line")
 
 
 def print_line(text: str) -> None:

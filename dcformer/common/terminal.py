@@ -26,6 +26,14 @@ def make_console(pipe_width: int = 200) -> Console:
     return Console(markup=False, highlight=False, emoji=False, width=width)
 
 
+def stderr_console() -> Console:
+    """A console on stderr, where FORCE_COLOR does not draw bars into a file."""
+    from rich.console import Console
+
+    force_terminal = None if sys.stderr.isatty() else False
+    return Console(stderr=True, markup=False, highlight=False, emoji=False, force_terminal=force_terminal)
+
+
 @contextlib.contextmanager
 def progress_bar(task: str, *counters: ProgressColumn) -> Iterator[tuple[Callable[..., None], Callable[[str], object]]]:
     """
@@ -34,9 +42,8 @@ def progress_bar(task: str, *counters: ProgressColumn) -> Iterator[tuple[Callabl
     The block gets `rich.progress.Progress.update` of the bar, and a function that prints a line where no bar is shown.
     """
     from rich import progress
-    from rich.console import Console
 
-    is_first, console = is_first_process(), Console(stderr=True, markup=False, highlight=False, emoji=False)
+    is_first, console = is_first_process(), stderr_console()
     counters = counters or (progress.MofNCompleteColumn(), progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
     columns = (progress.TextColumn("{task.description}", markup=False), progress.BarColumn(), *counters)
     hidden = not (console.is_terminal and is_first)

@@ -153,6 +153,16 @@ def test_checkpoints_may_be_bundled_models_or_folders_with_similar_names(tmp_pat
     assert unlike.exit_code == 1 and "38 of 50 tensors compared: different" in unlike.output
 
 
+def test_neither_a_bar_nor_a_spinner_is_drawn_into_a_file_where_colours_are_forced(tmp_path, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    for command in (
+        ("convert", "torch", "dcformer-tiny", tmp_path / "new"),
+        ("verify", tmp_path / "new", "dcformer-tiny"),
+    ):
+        done = call(*command)
+        assert done.exit_code == 0 and done.stderr == ""
+
+
 def test_maxtext_there_and_back(golden, tmp_path):
     pytest.importorskip("tensorstore")
     maxtext, model = golden / "A_jax/A1/checkpoints", tmp_path / "model"
