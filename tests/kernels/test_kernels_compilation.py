@@ -15,7 +15,7 @@ import dcformer
 # the backward pass; gradients of scores before and after the softmax; gradients of queries' matrices, launched twice.
 # Of products those of a step beside as many scores: masks of what they load, or loads by registers, double them.
 # The most of Triton 3.6 to 3.9, none of which compiles everything to the fewest.
-INSTRUCTIONS = {"softmax_sums_fwd_kernel": [27], "weights_fwd_kernel": [25], "weights_bwd_kernel": [43]}
+INSTRUCTIONS = {"softmax_sums_fwd_kernel": [27], "weights_fwd_kernel": [26], "weights_bwd_kernel": [43]}
 INSTRUCTIONS |= {"compose_bwd_kernel": [25, 27], "query_factors_bwd_kernel": [4]}
 INSTRUCTIONS |= {"scores_fwd_kernel": [29, 29, 29], "attention_bwd_kernel_dkv": [22]}
 
