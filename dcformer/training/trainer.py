@@ -83,6 +83,8 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         run_name=recipe.name,
         disable_tqdm=True,
     )
+    # Else, without bf16, what `accelerate launch` is configured for would count instead of the recipe.
+    arguments.mixed_precision = "bf16" if arguments.bf16 else "no"
     # One process drives one device: several GPUs in one process would change the batch.
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1
