@@ -8,6 +8,7 @@ other sources is ignored, and so is a damaged one, which could end the process.
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -47,7 +48,8 @@ def _digest(*contents: bytes) -> str:
 
 def compile_library(instruction_set: str, folder: Path) -> Path:
     """Compile the library for one instruction set into a folder, all at once or, with an OSError, not at all."""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    given = shlex.split(os.environ.get("CXX", ""))  # as `ccache g++`
+    names = given[:1] or ["c++", "g++", "clang++"]
     compiler = next(filter(None, map(shutil.which, names)), None)
     if compiler is None:
         raise OSError("there is no C++ compiler")
@@ -55,7 +57,8 @@ def compile_library(instruction_set: str, folder: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / "library.so"
         flags = (*FLAGS, *INSTRUCTION_SETS[instruction_set], "-o", str(made))
-        done = subprocess.run([compiler, *flags, str(SOURCES / "attention.cpp")], capture_output=True, text=True)
+        command = [compiler, *given[1:], *flags, str(SOURCES / "attention.cpp")]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             raise OSError(f"{compiler} failed with status {done.returncode}: {done.stderr.strip()}")
         return made.replace(folder / f"{_stem(instruction_set)}-{_digest(made.read_bytes())}.so")
