@@ -4,14 +4,22 @@ import gc
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import killable
 import pytest
 
 
-# Nothing is counted on the Hub, which without a network takes seconds; `datasets` looks at this when it is imported.
-os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"
+# What a shell, a launcher or a cloud has set would change what is computed, or which servers are asked.
+OF_OTHERS = ("ACCELERATE_", "AWS_", "DCFORMER_NATIVE", "GOOGLE_", "HF_", "LOCAL_", "MASTER_", "RANK", "WORLD_SIZE")
+for name in filter(lambda name: name.startswith(OF_OTHERS), [*os.environ]):
+    del os.environ[name]
+# Libraries look at these when they are imported. Neither is the Hub asked nor the user's cache of it, and servers of
+# tests are not asked through a proxy.
+HUB_CACHE = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+os.environ |= {"HF_HOME": HUB_CACHE.name, "HF_HUB_OFFLINE": "1", "NO_PROXY": "localhost,127.0.0.1"}
+os.environ["no_proxy"] = os.environ["NO_PROXY"]
 # Whether there is a GPU is asked without starting CUDA, which forked processes could not use, nor be without.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
@@ -22,7 +30,7 @@ from packaging.version import Version
 
 # Without a GPU, Triton's interpreter runs the kernels; it looks at this when a kernel is defined.
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_addoption(parser):

@@ -15,6 +15,7 @@ from tiny_models import tiny_model
 
 from dcformer.cards.scores import PAPER_NAME, Score, _write_entries
 from dcformer.eval import Record, Settings, model_fingerprint, write_record
+from dcformer.eval.records import record_path
 
 
 ROOT = Path(__file__).parents[2]
@@ -117,7 +118,7 @@ def test_other_text_and_files_stay_and_old_scores_are_removed(model, results):
     (model / ".eval_results").mkdir()
     (model / ".eval_results" / "mine-0shot-me.yaml").write_text("[]\n")
     call(model, "--results", results)
-    (results / model.as_posix().strip("/").replace("/", "__") / "piqa-0shot.json").unlink()
+    record_path(results, str(model), "piqa", 0).unlink()
     call(model, "--results", results)
     card = ModelCard.load(model / "README.md")
     assert (card.data.license, card.data.tags, card.data.model_name) == ("mit", ["mine"], "My model")

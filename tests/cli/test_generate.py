@@ -200,6 +200,7 @@ def test_a_killed_run_is_resumed_and_no_answer_is_lost_or_doubled(endless, promp
     process = multiprocessing.get_context("fork").Process(target=call, args=(endless, *options, "--output", output))
     process.start()
     while not unfinished.exists() or unfinished.read_bytes().count(b"\n") < 9:
+        assert process.is_alive()
         time.sleep(0.01)
     process.kill()
     process.join()

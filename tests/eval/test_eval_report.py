@@ -397,8 +397,8 @@ def test_the_plot_is_written_and_always_the_same(compared, report, tmp_path):
     pytest.importorskip("matplotlib")
     for name in ("one.svg", "two.svg"):
         plot_deltas(report, tmp_path / name)
-    content = (tmp_path / "one.svg").read_text()
-    assert content == (tmp_path / "two.svg").read_text()
+    content = (tmp_path / "one.svg").read_text(encoding="utf-8")
+    assert content == (tmp_path / "two.svg").read_text(encoding="utf-8")
     assert all(words in content for words in ("5-shot", "head tasks", "K=7", "undecided", "in the paper"))
     with pytest.raises(ValueError, match="--baseline"):
         plot_deltas(build_report(compared[0]), tmp_path / "none.png")
