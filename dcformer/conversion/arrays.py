@@ -123,6 +123,9 @@ def _open_torch(path: Path) -> dict[str, SourceArray]:
     with naming(path, Exception):  # damaged pickles and archives raise errors of any class
         # Files from before torch 1.6 are no archives: they cannot be mapped, and have no checksums.
         archive = zipfile.ZipFile(path) if zipfile.is_zipfile(path) else None
+        with path.open("rb") as file:
+            if archive is None and file.read(2) == b"PK":  # the end of an archive lists what is in it
+                raise ValueError("it ends too early; copy it again.")
         is_mappable = archive is not None and not any(member.compress_type for member in archive.infolist())
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mappable)
         if not isinstance(state, dict) or not all(isinstance(values, Tensor) for values in state.values()):

@@ -324,6 +324,7 @@ TORCH = {
     "config_deep": (garbage("config.json", b"[" * 100_000), "config.json' cannot be read: maximum recursion"),
     "report_garbage": (garbage("conversion_report.json"), "conversion_report.json' cannot be read: 'utf-8'"),
     "torch_file_empty": (garbage("pytorch_model.bin", b""), "pytorch_model.bin' cannot be read: it ends too early"),
+    "torch_file_cut": (garbage("pytorch_model.bin", b"PK\3\4"), "pytorch_model.bin' cannot be read: it ends too early"),
     "torch_file_garbage": (garbage("pytorch_model.bin"), "pytorch_model.bin' cannot be read: Unsupported operand"),
     "window_beyond_integers": (set_config(sliding_window=10**30), "sliding_window must be at least 2 and at most"),
     "layers_beyond_memory": (set_config(num_hidden_layers=10**9, layer_types=None), "num_hidden_layers must be"),
