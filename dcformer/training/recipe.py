@@ -299,7 +299,7 @@ def first_difference(there: Recipe, here: Recipe, ignored: tuple[str, ...]) -> s
     """Name the first key in which two recipes differ, with its values; `ignored` has prefixes of keys that may."""
     old, new = (
         {key: value for key, value in flatten_dict(recipe.to_mapping()).items() if value != {}}
-        | {"training.steps": recipe.training.steps}
+        | {"the number of steps": recipe.training.steps}
         for recipe in (there, here)
     )
     for key in sorted({*old, *new}):

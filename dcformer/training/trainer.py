@@ -211,9 +211,11 @@ class RecipeTrainer(Trainer):
                 logs["mfu"] = speed * self.flops_per_token / (peak * self.args.world_size)
         for key in ("loss", "grad_norm", "eval_loss"):
             if not math.isfinite(logs.get(key, 0.0)):
+                left = f"the last good checkpoint is {self.checkpoint}" if self.checkpoint else "no checkpoint is left"
+                instead = ", or precision fp32" if self.args.bf16 else ""
                 raise FloatingPointError(
-                    f"{key} became {float(logs[key])} by step {step}; the last good checkpoint is {self.checkpoint}; "
-                    f"try a lower training.learning_rate than {self.recipe.training.learning_rate}, or precision fp32."
+                    f"{key} became {float(logs[key])} by step {step}; {left}; try a lower training.learning_rate than "
+                    f"{self.recipe.training.learning_rate}{instead}."
                 )
         logs |= {"seconds": round(self.clock.seconds, 3), "flops": float(step * batch_tokens * self.flops_per_token)}
         # The base class counts the whole run as one pass.
