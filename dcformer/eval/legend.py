@@ -31,6 +31,8 @@ def legend(results: Results, frame: pandas.DataFrame) -> Iterator[str]:
         )
     if (frame.delta.notna() & frame.low.isna()).any():
         yield "No interval: a single document has none, so the difference is undecided."
+    if results.baseline is None:
+        yield from _of_unlike_documents(results)
     for model, shots, records in results.groups():
         for record in records:
             other, reason = results.counterpart(record)
@@ -60,6 +62,17 @@ def _of_model(results: Results, model: str) -> Iterator[str]:
         counts = {f"{r.task} {r.num_fewshot}-shot": r.observed.get(f"{key}_documents") for r in records}
         if parts := [f"{count:,} of {task}" for task, count in counts.items() if count]:
             yield f"{name}: documents {what}: {', '.join(parts)}."
+
+
+def _of_unlike_documents(results: Results) -> Iterator[str]:
+    """Yield a sentence for each task whose results are of unlike documents, which a baseline would not compare."""
+    of_tasks: dict[tuple[str, int], set] = {}
+    for (_, task, shots), record in results.records.items():
+        scored = record.documents.get("hash") or record.settings.data, record.num_samples
+        of_tasks.setdefault((task, shots), set()).add(scored)
+    for (task, shots), of_results in of_tasks.items():
+        if len(of_results) > 1:
+            yield f"{task} ({shots}-shot): results of different documents, which do not compare."
 
 
 def partial_banner(results: Results) -> Iterator[str]:

@@ -195,6 +195,7 @@ def test_models_are_compared_per_byte_and_with_one_tokenizer_per_token(model, te
     assert not any(f"same and {Path(model).name}" in note for note in report.notes)
     (*_, table) = report.tables().values()
     assert [*table.columns[1:]] == [f"own.jsonl {column.replace('_', ' ')}" for column in columns]
+    assert not any("different documents" in note for note in build_report(out).notes)  # of one text
     call(*command, "--stride", 4, "--output", tmp_path / "out")
     evaluate(same, text=text, stride=2, max_length=WINDOW, output=out)
     assert "stride is 2 for the former and 4" in "\n".join(build_report(out, baseline=model).notes)

@@ -352,6 +352,10 @@ def test_notes_say_what_cannot_be_compared_and_how_ids_and_lengths_were_handled(
         assert math.isnan(row_of(report, DCPYTHIA, "piqa").delta)
         for sentence in (reason, clamped, "beyond the embedding: 19 of piqa", "cut from the left: 7 of piqa"):
             assert sentence in "\n".join(report.notes)
+    for change in ({"count": 100}, {"data": "other"}, {}):  # without a baseline
+        write_accuracy(tmp_path, DCPYTHIA, "piqa", 0.8, **change)
+        sentence = "piqa (0-shot): results of different documents, which do not compare."
+        assert (sentence in build_report(tmp_path).notes) == bool(change)
 
 
 def test_an_average_is_compared_only_if_all_columns_are(tmp_path):
