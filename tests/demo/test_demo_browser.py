@@ -11,7 +11,7 @@ from dcformer.demo import serve_page
 
 
 PROMPT = "There are Paris, Paris, Mumbai. Which is different? The city in"
-NAMES = ("chromium", "chromium-browser", "google-chrome")
+NAMES = ("google-chrome", "chromium", "chromium-browser")  # the last may only say how to get it
 # No requests by the browser itself; no display or sandbox is needed.
 OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
 
