@@ -1,5 +1,6 @@
 """`dcformer serve`, an OpenAI-compatible API for a model, and `dcformer demo`, a web demo."""
 
+import os
 import time
 from typing import Annotated, Literal
 
@@ -61,6 +62,9 @@ def demo_command(
     with running_quietly(debug, interrupted="Stopped."):
         from ..demo import serve_page
 
+        # gradio asks the page whether it is there, which a proxy cannot know.
+        others = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+        os.environ["no_proxy"] = ",".join(filter(None, (others, host, "localhost")))
         options = {"tokenizer": tokenizer, "revision": revision, "dtype": dtype, "device": device}
         with status("Loading"):
             page = serve_page(model, host=host, port=port, opens_browser=browser, **options)

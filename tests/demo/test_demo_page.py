@@ -201,6 +201,7 @@ def test_the_command_serves_what_is_asked_for_prints_the_address_and_ends_by_ctr
         page.local_url = "http://127.0.0.1:9/"
         launched.append(given)
 
+    monkeypatch.setenv("no_proxy", "example.org")
     monkeypatch.setattr("dcformer.demo.page.load_model", load)
     monkeypatch.setattr("dcformer.cli.serve.time", Mock(sleep=Mock(side_effect=KeyboardInterrupt)))
     monkeypatch.setattr(gradio.Blocks, "launch", launch)
@@ -209,6 +210,8 @@ def test_the_command_serves_what_is_asked_for_prints_the_address_and_ends_by_ctr
     for words in ([], [*asked, "--tokenizer", "t", "--revision", "v1", "some/model"]):
         done = command_line.call("demo", *words)
         assert done.exit_code == 130 and "http://127.0.0.1:9/" in done.stdout and close.call_count == 1 + bool(words)
+        assert urllib.request.proxy_bypass_environment("localhost")
+        assert urllib.request.proxy_bypass_environment("0.0.0.0" if words else "127.0.0.1")
         address = {"server_name": words[4] if words else "127.0.0.1", "server_port": 9 if words else None}
         given = launch_options() | address | {"inbrowser": not words, "prevent_thread_lock": True, "theme": ANY}
         assert launched[-1] == given and given["share"] is False
