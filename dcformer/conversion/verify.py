@@ -168,7 +168,11 @@ def folder_logits(folder: Path, tokens: Tensor, **changes: Any) -> Tensor:
 
 
 class NotFiniteError(UnfitWeightsError):
-    """A model that computes NaN or infinity."""
+    """A model that computes NaN or infinity; `reason` says where, without advice for a conversion."""
+
+    def __init__(self, what: str):
+        self.reason = f"{what} is not finite"
+        super().__init__(f"{self.reason}; pass --no-verify to convert the weights all the same.")
 
 
 def streamed_logits(config: DCFormerConfig, read: Callable[[str], Tensor], tokens: Tensor) -> Tensor:
@@ -207,7 +211,7 @@ def _free(module: nn.Module, arguments: Any, output: Any) -> None:
 def _finite_check(what: str) -> Callable[[nn.Module, Any, Tensor], None]:
     def check(module: nn.Module, arguments: Any, output: Tensor) -> None:
         if not output.isfinite().all():
-            raise NotFiniteError(f"{what} is not finite; pass --no-verify to convert the weights all the same.")
+            raise NotFiniteError(what)
 
     return check
 
@@ -297,7 +301,7 @@ def _compare_logits(result: Comparison, plans: list[Plan], tokens: Tensor) -> No
         try:
             logits.append(streamed_logits(plan.config, plan.read_one, tokens))
         except NotFiniteError as error:
-            notes.append(f"{path}: {str(error).partition(';')[0]}")  # without advice for conversions
+            notes.append(f"{path}: {error.reason}")
     result.note = "; ".join(notes)
     if len(notes) == 1:  # one model works and the other does not
         result.result = "different"
