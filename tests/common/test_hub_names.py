@@ -81,8 +81,6 @@ def hub(cache, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
     monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)  # seconds after a stream
-    for constants in ("huggingface_hub.constants", "datasets.config"):
-        monkeypatch.setattr(f"{constants}.HF_HUB_OFFLINE", True)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     return tmp_path / "hub"
