@@ -7,7 +7,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import killable
 import pytest
 
 
@@ -23,6 +22,7 @@ os.environ["no_proxy"] = os.environ["NO_PROXY"]
 # Whether there is a GPU is asked without starting CUDA, which forked processes could not use, nor be without.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
+import killable
 import torch
 import transformers
 from packaging.version import Version

@@ -11,6 +11,8 @@ import signal
 import socket
 from multiprocessing import connection, get_context
 
+from torch.distributed import TCPStore
+
 
 requests: socket.socket | None = None
 
@@ -78,15 +80,14 @@ class Process:
 def call_as_torchrun(rank, port, function, *arguments):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
     function(rank, *arguments)
 
 
 def run_two(function, *arguments, seconds) -> list[int | None]:
     """Exit codes of two processes of torchrun that call function(rank, ...), killed after this many seconds each."""
-    with socket.socket() as unused:
-        unused.bind(("localhost", 0))
-        port = unused.getsockname()[1]
-    processes = [Process(call_as_torchrun, rank, port, function, *arguments) for rank in range(2)]
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as torchrun does: a free port stays free
+    processes = [Process(call_as_torchrun, rank, store.port, function, *arguments) for rank in range(2)]
     for process in processes:
         process.join(seconds)
         process.kill()

@@ -12,8 +12,6 @@ from vllm_engines import as_inputs, engine, greedy, greedy_of_generate, greedy_s
 from dcformer.vllm.attention_backend import batches_of_similar_length
 
 
-# One process runs the engine that these tests share.
-pytestmark = pytest.mark.xdist_group("cache")
 REQUESTS, BLOCKS = 120, 400
 
 

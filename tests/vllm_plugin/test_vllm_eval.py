@@ -18,9 +18,6 @@ from dcformer.eval import DCFormerLM, evaluate, read_samples, vllm_model
 from dcformer.eval.vllm_model import VLLMLM, check_device_of_vllm
 
 
-# One process runs the engine that these tests share.
-pytestmark = pytest.mark.xdist_group("eval")
-
 # Both compute in float32, in another order, and sums of up to 512 tokens are near -3,000.
 CLOSE = 3e-4
 POSITIONS = 64

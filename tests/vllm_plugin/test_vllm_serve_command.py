@@ -24,9 +24,6 @@ from dcformer.generation import TextGenerator
 from dcformer.loading import load_model
 
 
-# One process runs the engine that these tests share.
-pytestmark = pytest.mark.xdist_group("serve_command")
-
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 PROMPTS = (
@@ -44,9 +41,7 @@ OPTIONS = {"vllm": ["--enforce-eager", "--max-model-len", "256"], "transformers"
 def server(request, tmp_path_factory):
     """A running server, the leader of a new session."""
     log = tmp_path_factory.mktemp(request.param) / "log.txt"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = next(filter(is_free, range(20_000 + os.getpid() % 10_000, 32_768)))
     command = [sys.executable, "-m", "dcformer.cli", "serve", "dcformer-tiny", "--engine", request.param]
     command += ["--port", str(port), "--dtype", "float32", *OPTIONS[request.param]]
     # As for users: engines are separate processes.
@@ -66,6 +61,21 @@ def server(request, tmp_path_factory):
     finally:
         process.terminate()
         process.wait(SECONDS_TO_END)
+
+
+def is_free(port):
+    """
+    Whether nobody listens there.
+
+    Ports from 32,768 on would not do: until the server listens, after half a minute, any process may be given one that
+    asks for any port, as vLLM does.
+    """
+    with socket.socket() as free:
+        try:
+            free.bind(("127.0.0.1", port))
+            return True
+        except OSError:
+            return False
 
 
 def answers(url):
