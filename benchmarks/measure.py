@@ -129,7 +129,7 @@ class Timer:
 def _sample(case: Case, repeats: int = 1) -> float:
     """Seconds of a call on a CPU."""
     arguments = () if case.prepare is None else (case.prepare(),)
-    return timeit.timeit(lambda: case.call(*arguments), number=repeats) / repeats
+    return timeit.timeit(lambda: case.call(*arguments), timer=time.perf_counter, number=repeats) / repeats
 
 
 class NotRecordable(RuntimeError):
