@@ -45,8 +45,7 @@ AUTHORS_NAMES = {
 AUTHORS_OUTPUT_NAMES = {"output.": "lm_head."}
 # Merged copies, identity buffers and caches that the authors' files hold besides the parameters.
 AUTHORS_BUFFERS = [
-    r"dyn_w_proj\.(dw_m|qkw_m|sw)$",
-    r"dyn_w_proj\.(pre|post)_proj\.w$",
+    r"dyn_w_proj\.(dw_m|qkw_m|sw|(pre|post)_proj\.w)$",
     r"attention\.kv_cache\.",
     r"(^|\.)(freqs_cis|causal_mask|mask_cache)$",
 ]
@@ -138,10 +137,9 @@ class ComposingModel(PreTrainedModel):
         """
         read: Any = getattr(self, "_weight_conversions", None)
         if save_original_format:
-            renamings = [WeightRenaming(*names) for names in authors_patterns(self.config.model_type).items()]
+            renamed = [WeightRenaming(*names) for names in authors_patterns(self.config.model_type).items()]
             # With the authors the output layer is one of the decoder's modules.
-            prefix = PrefixChange(prefix_to_add=self.base_model_prefix)
-            self._weight_conversions = [*renamings, prefix] if renamings else []
+            self._weight_conversions = [*renamed, PrefixChange(prefix_to_add=self.base_model_prefix)] if renamed else []
         try:
             super().save_pretrained(*args, save_original_format=save_original_format, **kwargs)
         finally:

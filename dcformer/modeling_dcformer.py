@@ -463,8 +463,10 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
-            labels = checked_labels(labels, logits, self.config, kwargs.get("ignore_index", -100))
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            ignored, kwargs["labels"] = kwargs.get("ignore_index", -100), labels
+            for name in [name for name in ("labels", "shift_labels") if kwargs.get(name) is not None]:
+                kwargs[name] = checked_labels(kwargs[name], logits, self.config, ignored)
+            loss = self.loss_function(logits=logits, vocab_size=self.config.vocab_size, **kwargs)
         cache = getattr(outputs, CACHE_NAME)
         return CausalLMOutputWithPast(loss, logits, cache, outputs.hidden_states, outputs.attentions)
 

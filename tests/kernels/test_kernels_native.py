@@ -239,6 +239,38 @@ def test_modules_that_were_changed_compute_for_themselves(calls, change):
         assert_close(logits, model(ids).logits, rtol=1e-5, atol=1e-5)
 
 
+WEIGHTS = [f"compose.{name}_weight" for name in ("hidden", "low_rank", "gate")]
+WEIGHTS += ["qkv_proj.weight", "qkv_proj.bias", "q_norm.weight", "k_norm.weight"]
+
+
+@pytest.mark.parametrize("put", [torch.nn.Module.register_buffer, setattr])
+def test_tensors_in_the_place_of_parameters_are_projected(calls, put):
+    """As FSDP's first version has them, and code that computes weights."""
+    model, ids = tiny_model(num_hidden_layers=1, attention_bias=True), random_tokens(1, 2)
+    with torch.no_grad():
+        for path in WEIGHTS:
+            owner, _, name = path.rpartition(".")
+            module = model.model.layers[0].self_attn.get_submodule(owner)
+            weight = getattr(module, name).detach() * 1.5
+            getattr(module, name).copy_(weight)
+            expected = model(ids).logits
+            delattr(module, name)
+            put(module, name, weight)
+            assert torch.equal(model(ids).logits, expected)
+    assert calls.count("dcformer_project") == 2 * len(WEIGHTS)
+
+
+@pytest.mark.parametrize("path, kept", [("qkv_proj.weight", (slice(-8),)), (WEIGHTS[0], (slice(None), slice(1)))])
+def test_weights_of_another_size_are_refused_by_the_modules(path, kept):
+    model = tiny_model(num_hidden_layers=1, compose_groups=2)
+    owner, _, name = path.rpartition(".")
+    module = model.model.layers[0].self_attn.get_submodule(owner)
+    setattr(module, name, torch.nn.Parameter(getattr(module, name)[kept].clone()))
+    for length in (2, native.FEW_TOKENS + 1):
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"size|shape"):
+            model(random_tokens(1, length))
+
+
 PRODUCTS = (functional.linear, torch.Tensor.__matmul__, torch.ops.aten.mm.default)
 
 

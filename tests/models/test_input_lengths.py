@@ -138,7 +138,10 @@ def test_labels_are_clamped_as_the_ids():
     labels[0, 3], labels[1, 4] = 100, -100
     clamped = labels.clone()
     clamped[0, 3] = model.config.vocab_size - 1
-    torch.testing.assert_close(model(tokens, labels=labels).loss, tiny_model()(tokens, labels=clamped).loss)
+    loss = tiny_model()(tokens, labels=clamped).loss
+    torch.testing.assert_close(model(tokens, labels=labels).loss, loss)
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    torch.testing.assert_close(model(tokens, labels=labels, shift_labels=shifted).loss, loss)
     with pytest.raises(IndexError, match="100"):  # by torch itself
         tiny_model()(tokens, labels=labels)
 

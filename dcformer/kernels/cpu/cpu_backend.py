@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 FEW_TOKENS = 8  # which do not fill the tiles of a product: their projection is bound by reading the weights
 _QUERIES_PER_BLOCK = 256  # of a product in bfloat16 by torch; between two of them the scores are in memory
 _TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.bool: 3, torch.int64: 4}
+_WEIGHTS = "hidden_weight", "low_rank_weight", "gate_weight", "weight", "bias", "weight", "weight"
 _ACTIVATIONS = {GELUActivation: 0, GELUTanh: 1}
 
 # The structures of `csrc/call.h` and `csrc/factors.h`: numbers, then views of tensors, each of 7 numbers.
@@ -91,31 +92,38 @@ class CPUBackend(Backend):
         cosine, sine = position_embeddings or (None, None)
         if _why_no_library() or (cosine is not None and cosine.dtype != torch.float32):
             return None
-        parameters = compose._parameters
-        hidden, gate = parameters.get("hidden_weight"), parameters.get("gate_weight")
-        weights = [hidden, parameters.get("low_rank_weight"), gate]
-        weights += [linear._parameters["weight"], linear._parameters["bias"]]
-        eps = [compose.norm_eps]
+        heads, key_heads, width = layer.num_heads, layer.num_key_value_heads, layer.head_dim
+        weights: list[Any] = []
+        modules = compose, compose, compose, linear, linear, query_norm, key_norm
+        for module, name in zip(modules, _WEIGHTS):
+            parameters = {} if module is None else module._parameters
+            # Wrappers such as FSDP's, and callers, have tensors in the place of parameters.
+            weights.append(parameters[name] if name in parameters else getattr(module, name, None))
+        hidden, low_rank, gate = weights[:3]
+        if hidden is gate is None or (hidden is None) != (low_rank is None):
+            return None
+        eps = 0.0 if query_norm is None else query_norm.eps, 0.0 if key_norm is None else key_norm.eps
+        channels = hidden_states.shape[2]
+        sizes = _weight_sizes(channels, compose.groups, compose.heads, compose.rank, heads + 2 * key_heads, width)
         views: list[int] = []
-        for norm in (query_norm, key_norm):
-            weights.append(None if norm is None else norm._parameters["weight"])
-            eps.append(0.0 if norm is None else norm.eps)
-        for tensor in (*weights, hidden_states):
+        for tensor, size in zip((*weights, hidden_states), (*sizes, batch * length * channels)):
             if tensor is None:
                 views += _NO_VIEW
-            elif type(tensor) in (Tensor, nn.Parameter) and tensor.dtype in _TYPES and tensor.is_contiguous():
+            elif (
+                type(tensor) in (Tensor, nn.Parameter)
+                and tensor.dtype in _TYPES
+                and tensor.is_contiguous()
+                and tensor.numel() == size
+            ):
                 views += (tensor.data_ptr(), _TYPES[tensor.dtype], 0, 0, 0, 0, 0)
             else:
                 return None
-        if hidden is gate is None:
-            return None
         # The hidden states, checked last, have strides that matter, unlike the weights.
         views[-len(_NO_VIEW) :] = _views(hidden_states, cosine, sine)
         number = 2 * compose.rank * (hidden is not None) + (gate is not None)  # of factors
-        heads, key_heads, width = layer.num_heads, layer.num_key_value_heads, layer.head_dim
         is_packed = key_heads == heads
-        behind, padding, sizes, rows = _row_layout(tuple(slots), number, width, is_packed)
-        parts, written = _new_rows(hidden_states, heads, sizes)
+        behind, padding, parts_of_row, rows = _row_layout(tuple(slots), number, width, is_packed)
+        parts, written = _new_rows(hidden_states, heads, parts_of_row)
         if not is_packed:
             of_states = _new_rows(hidden_states, key_heads, rows)
             parts, written = parts + of_states[0], written + of_states[1]
@@ -132,12 +140,20 @@ class CPUBackend(Backend):
         for slot in range(4):
             views += factor_views.get(slot, _NO_VIEW)
         shape = batch, length, compose.groups, compose.heads, activation, width, heads, key_heads
-        _run("dcformer_project", _PROJECTION, *shape, *eps, *views)
+        _run("dcformer_project", _PROJECTION, *shape, compose.norm_eps, *eps, *views)
         pre, post = compose.weights_of(factors)
         for slot, composition in ((1, pre), (3, post)):
             if composition is not None and composition.key is not None:
                 composition.key.packed = packed.get(slot)
         return parts[0], states[0], states[1], pre, post
+
+
+@functools.cache
+def _weight_sizes(channels: int, groups: int, heads: int, rank: int, rows: int, width: int) -> tuple[int, ...]:
+    """Numbers of elements of the weights that a projection reads; others are for the modules to refuse."""
+    inner = 2 * rank * heads
+    composing = channels * groups * 4 * inner, groups * 4 * inner * inner, channels * groups * 4 * heads
+    return *composing, rows * width * channels, rows * width, width, width
 
 
 @functools.cache
