@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,6 +24,12 @@ from .common.files import json_digest
 from .common.hub import find_commit, naming_what_is_missing
 from .configuration_dcformer import DCFormerConfig
 from .pretrained import pretrained_names, pretrained_path
+
+
+# Why a result may be NaN, and what to do.
+NOT_A_NUMBER = (
+    "the weights hold NaN or infinity, or the dtype is too narrow for them; check the weights, or give a wider dtype."
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class FoundModel:
         The model in evaluation mode; arguments as of [`load_model`].
 
         Raises:
-            ValueError: if weights are missing or too many, or `oov_policy` is given for a model of another family.
+            ValueError: if weights are damaged, missing or too many, or `oov_policy` is given for another family.
         """
         if oov_policy is not None and not isinstance(self.config, DCFormerConfig):
             raise ValueError(
@@ -68,19 +75,22 @@ class FoundModel:
             )
         device = choose_device(device)
         given = {"attn_implementation": attn_implementation, "oov_policy": oov_policy}
-        model, info = AutoModelForCausalLM.from_pretrained(
-            self.path,
-            dtype=dtype or "auto",
-            revision=self.commit or self.revision,
-            trust_remote_code=self.trust_remote_code,
-            output_loading_info=True,
-            **{name: value for name, value in given.items() if value is not None},
-        )
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                self.path,
+                dtype=dtype or "auto",
+                revision=self.commit or self.revision,
+                trust_remote_code=self.trust_remote_code,
+                output_loading_info=True,
+                **{name: value for name, value in given.items() if value is not None},
+            )
+        except SafetensorError as error:  # which names no file
+            raise ValueError(f"The weights of {self.name!r} are damaged ({error}); get them again.") from error
         # Transformers only warns when it initialises missing parameters at random, zeroes missing buffers (also learned
         # ones), and leaves out layers beyond those of the configuration.
         for what, keys in (("lack", info["missing_keys"]), ("hold, unlike config.json,", info["unexpected_keys"])):
             if names := sorted(keys):
-                raise ValueError(f"The weights of {self.name!r} {what} {names[0]} and {len(names) - 1} more.")
+                raise ValueError(f"The weights of {self.name!r} {what} {names[0]} ({len(names)} in all).")
         return model.to(device).eval()
 
 

@@ -81,10 +81,12 @@ def analyse(
         The path of the page.
 
     Raises:
-        ValueError: if there is no text, or a layer that the model lacks.
+        ValueError: if there is no text, a layer that the model lacks, or a weight that is not finite.
     """
     if not texts:
         raise ValueError("There is no text to analyse; give at least one.")
+    if bad := [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]:
+        raise ValueError(f"{bad[0]} of the model holds NaN or infinity; analyse another checkpoint.")
     output = Path(output)
     output.resolve().mkdir(parents=True, exist_ok=True)  # also of a link to nothing yet
     attentions, heads = attention_layers(model), model.config.num_attention_heads

@@ -17,6 +17,7 @@ from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, eval_result_
 
 from ..common.dtypes import dtype_name
 from ..common.files import write_atomically
+from ..configuration_dcformer import DCFormerConfig
 from ..eval import (
     TABLE4_COLUMNS,
     Record,
@@ -217,6 +218,11 @@ def _records_of(folder: Path, results: str | os.PathLike[str], evaluated_as: str
 
 
 def _new_card(folder: Path, config: transformers.PreTrainedConfig) -> str:
+    if not isinstance(config, DCFormerConfig):
+        raise ValueError(
+            f"{str(folder)!r} is a {config.model_type} model without {CARD_FILE}, which is written for DCFormer and "
+            "DCPythia alone; write one, and the scores go into it."
+        )
     with torch.device("meta"):
         parameters = transformers.AutoModelForCausalLM.from_config(config).num_parameters()
     dtype = dtype_name(config.dtype)

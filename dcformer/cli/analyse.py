@@ -45,6 +45,8 @@ def analyse_command(
         length = min(length, loaded.model.config.max_position_embeddings)
         texts = [ids[start : start + length] for start in range(0, min(len(ids), windows * length), length)]
         texts = [window for window in texts if len(window) > 1]  # one token predicts none
+        if not texts:
+            raise ValueError("The text has fewer than two tokens, and one predicts none; give a longer text.")
         name = model.rstrip("/").split("/")[-1]
         with progress_bar("Loading") as (update, _):
 

@@ -90,7 +90,7 @@ def _rows(
         return "line", lambda line: line.decode().rstrip("\r\n"), lines
     if first.lstrip().startswith(b"["):  # an array, read at once
         return "item", lambda row: row, json.loads(first + file.read())
-    return "line", json.loads, lines
+    return "line", json.loads, map(bytes.rstrip, lines)
 
 
 def _records(frame: pandas.DataFrame) -> list[dict[str, Any]]:

@@ -21,9 +21,13 @@ def make_console(pipe_width: int = 200) -> Console:
     """A console on stdout; pipes, which have no width, get one, since 80 columns cut names and break tables."""
     from rich.console import Console
 
+    class PipedConsole(Console):
+        def on_broken_pipe(self) -> None:  # rich would end the command with status 1
+            raise BrokenPipeError
+
     # Paths and values may hold brackets, which are not markup here.
     width = None if sys.stdout.isatty() else pipe_width
-    return Console(markup=False, highlight=False, emoji=False, width=width)
+    return PipedConsole(markup=False, highlight=False, emoji=False, width=width)
 
 
 def stderr_console() -> Console:

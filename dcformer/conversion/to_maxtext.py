@@ -188,7 +188,7 @@ def _refuse_inexpressible(config: DCFormerConfig, folder: Path, fused_qkv: bool,
     if config.qk_norm and config.norm_eps != config.qk_norm_eps:
         close.append(f"norm_eps is {config.norm_eps} but qk_norm_eps {config.qk_norm_eps}")
     if close and not approximate:
-        reasons.append(f"{'; '.join(close)} (approximate=True, or --approximate, accepts these slight differences)")
+        reasons.append(f"slight differences, which approximate=True or --approximate accepts: {'; '.join(close)}")
     if reasons:
         raise ValueError(f"{str(folder)!r} cannot be written as a MaxText checkpoint: {'; '.join(reasons)}.")
 

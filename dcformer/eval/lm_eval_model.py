@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from ..common.processes import count_processes
-from ..loading import FoundModel, choose_device, find_model
+from ..loading import NOT_A_NUMBER, FoundModel, choose_device, find_model
 from .perplexity import encode
 from .prefixes import Score, ScoredInput, Scorer, Target
 from .task_data import import_extra
@@ -140,8 +140,7 @@ class LogLikelihoods(TemplateLM):
                     answers[index] = tuple(answer)
                     if math.isnan(answer[0]):
                         problem = problem or (
-                            f"The log-likelihood of {_name(documents[index])} is not a number: the weights hold NaN or "
-                            "infinity, or the dtype is too narrow for them; check the weights, or give a wider dtype."
+                            f"The log-likelihood of {_name(documents[index])} is not a number: {NOT_A_NUMBER}"
                         )
                     if requests[index][0] is not None:
                         self.cache_hook.add_partial("loglikelihood", requests[index][0], answers[index])

@@ -43,7 +43,8 @@ def read_prompts(path: str | os.PathLike[str], field: str = "prompt") -> list[di
         refuse_surrogates(json.dumps(record, ensure_ascii=False), where)
         prompt = record.get(field) if isinstance(record, dict) else None
         if not isinstance(prompt, str | list) or not prompt:
-            raise ValueError(f"{where} must hold a prompt in the field {field!r}, got {line!r}.")
+            place = f" in the field {field!r}" if is_json else ""
+            raise ValueError(f"{where} must hold a prompt{place}, got {line!r}.")
         records.append(record)
     return records
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import TextIteratorStreamer
 
 from ..common.contexts import encode_context, refuse_surrogates
-from ..loading import LoadedModel
+from ..loading import NOT_A_NUMBER, LoadedModel
 
 
 _NEW_TOKENS = 256
@@ -184,8 +184,14 @@ class TextGenerator:
             ]
             return torch.tensor(done, device=sequences.device)
 
+        def refuse_nan(_: Tensor, scores: Tensor) -> Tensor:  # whose likeliest token would be the first, or none
+            if scores.isnan().any():
+                raise ValueError(f"The scores of tokens hold NaN: {NOT_A_NUMBER}")
+            return scores
+
         given = self.options | options | _UNUSED | {"max_new_tokens": max(limits)}
         given |= {"pad_token_id": next(iter(self._eos), 0), "eos_token_id": self._eos or None}
+        given["logits_processor"] = [refuse_nan, *self.options.get("logits_processor", ())]
         given["stopping_criteria"] = [is_done, *self.options.get("stopping_criteria", ())]
         try:
             sequences = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), **given)

@@ -1,5 +1,6 @@
 """`dcformer analyse`: the page, its pictures and its tables."""
 
+import math
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -8,7 +9,7 @@ from unittest.mock import Mock, call
 import command_line
 import pandas
 import pytest
-from tiny_models import ANSWERS
+from tiny_models import ANSWERS, tiny_model
 
 from dcformer.analysis import analyse
 from dcformer.loading import load_model
@@ -63,3 +64,12 @@ def test_a_file_is_read_in_windows_and_nothing_or_both_is_refused(tmp_path, monk
     assert pandas.read_csv(tmp_path / "what_matters.csv").standard_error.gt(0).all()
     for words in ([], ["--text", "x", *options]):
         assert command_line.call("analyse", ANSWERS, *words).exit_code == 2
+    ended = command_line.call("analyse", "dcformer-tiny", "--text", "int", "--output", tmp_path)
+    assert ended.exit_code == 1 and "fewer than two tokens" in ended.stderr
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path):
+    model = tiny_model()
+    model.lm_head.weight.data[0, 1] = math.inf
+    with pytest.raises(ValueError, match=r"lm_head\.weight of the model holds NaN or infinity"):
+        analyse(model, [[1, 2, 3]], tmp_path, None)

@@ -12,6 +12,7 @@ import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub._eval_results import parse_eval_result_entries
 from tiny_models import tiny_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from dcformer.cards.scores import PAPER_NAME, Score, _write_entries
 from dcformer.eval import Record, Settings, model_fingerprint, write_record
@@ -138,6 +139,17 @@ def test_results_of_other_weights_are_used_only_by_name(model, tmp_path):
     assert not (model / "README.md").exists() and not (model / ".eval_results").exists()
     ended = call(model, "--results", hub, "--evaluated-as", "Caiyun-AI/DCFormer-2.8B")
     assert ended.exit_code == 0 and "1 measured scores and 23 figures of the paper" in ended.output
+
+
+def test_a_model_of_another_family_gets_scores_into_its_own_card_alone(tmp_path):
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)).save_pretrained(folder := tmp_path / "llama")
+    record(tmp_path / "results", folder, "piqa", {"acc": 0.5})
+    ended = call(folder, "--results", tmp_path / "results")
+    assert ended.exit_code == 1 and "is a llama model without README.md" in ended.output
+    (folder / "README.md").write_text("# Mine\n")
+    assert call(folder, "--results", tmp_path / "results").exit_code == 0
+    assert [result.metric_name for result in results_in(folder)] == ["piqa acc, 0-shot"]
 
 
 def test_partial_results_are_left_out_or_refused(model, tmp_path):

@@ -84,6 +84,15 @@ def test_what_a_terminal_cannot_show_is_replaced(encoding, monkeypatch):
     assert text.count("é東".encode(encoding, "replace").decode(encoding)) == 7
 
 
+def test_a_table_ends_in_silence_when_its_reader_leaves(monkeypatch):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        with running_command(debug=False):
+            print_table("", ("a",), [("b" * 100,)] * 1000)
+
+
 @pytest.fixture
 def default_signals():
     """The handlers of a process that was started from a terminal; those in the background ignore some signals."""

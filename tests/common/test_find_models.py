@@ -1,6 +1,8 @@
 """Models by a bundled name, a folder or the authors' files; what would compute something else is refused."""
 
 import json
+import os
+import re
 import shutil
 
 import pytest
@@ -29,7 +31,7 @@ def test_a_folder_takes_precedence_over_the_bundled_model_of_its_name(tmp_path, 
     assert load_model("dcformer-tiny").model.config.hidden_size != loaded.model.config.hidden_size
 
 
-def test_missing_and_unexpected_weights_are_refused(folder):
+def test_missing_unexpected_and_cut_weights_are_refused(folder):
     config = json.loads((folder / "config.json").read_text())
     fewer = config | {"num_hidden_layers": 2, "layer_types": config["layer_types"][:2]}
     (folder / "config.json").write_text(json.dumps(fewer))
@@ -40,7 +42,10 @@ def test_missing_and_unexpected_weights_are_refused(folder):
     name = next(name for name in weights if "compose" in name)
     del weights[name]
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=f"lack {name}"):
+    with pytest.raises(ValueError, match=rf"lack {name} \(1 in all\)"):
+        load_model(folder)
+    os.truncate(folder / "model.safetensors", 100_000)
+    with pytest.raises(ValueError, match=f"The weights of {re.escape(repr(str(folder)))} are damaged"):
         load_model(folder)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import json
+import math
 import os
 import re
 import threading
@@ -229,6 +230,14 @@ def test_a_stream_that_is_closed_ends_its_thread(loaded):
     assert isinstance(next(pieces), str)
     pieces.close()
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 2}], ids=str)
+def test_weights_that_are_not_finite_write_nothing(loaded, options):
+    damaged = copy.deepcopy(loaded)
+    damaged.model.model.norm.weight.data[3] = math.nan
+    with pytest.raises(ValueError, match="the weights hold NaN"):
+        TextGenerator(damaged, **options).generate(["Ruth likes Paris"])
 
 
 def test_errors_and_warnings_reach_the_reader_of_the_stream(loaded):

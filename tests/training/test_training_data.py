@@ -287,7 +287,7 @@ def test_an_evaluation_has_the_keys_of_the_training_data_that_it_lacks():
         ("a.jsonl", '{"text": "w1"}\n{"text": "\\ud800"}', r"a\.jsonl', line 2: .*surrogates"),
         ("a.jsonl", b'{"text": "w1"}\n{"text": "\xff"}', r"a\.jsonl', line 2: .*0xff"),
         ("a.jsonl", '{"text": "w1"}\n{"text" "w2"}', r"a\.jsonl' is not JSON in line 2, column 9"),
-        ("a.jsonl", '{"text": "w1"}\n{"text": "w2"\n', r"a\.jsonl' is not JSON in line 3"),
+        ("a.jsonl", '{"text": "w1"}\n{"text": "w2"\n', r"a\.jsonl' is not JSON in line 2, column 14"),
         ("a.json", '[{"text": "w1"},\n {"text"}]', r"a\.json' is not JSON in line 2, column 9"),
         ("a.csv", "body\nw1", r"a\.csv', row 1: there is no 'text'; the columns are body"),
         ("a.csv", "text\nw1, w2\n", "more fields than the header has: text"),
