@@ -208,6 +208,10 @@ def find_folder(name: str) -> str:
 def refuse_without_model(path: str, file: str = "config.json") -> None:
     """Raise FileNotFoundError for a path (not a name on the Hub) that is no folder with the file."""
     if looks_like_path(path) and not Path(path, file).is_file():
+        if Path(path, "adapter_config.json").is_file():
+            raise FileNotFoundError(
+                f"{path!r} is an adapter of PEFT; give what its merge_and_unload() makes and saves."
+            )
         raise FileNotFoundError(f"{path!r} is not the folder of a model: there is no {file} in it.")
 
 

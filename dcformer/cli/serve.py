@@ -22,7 +22,7 @@ def serve_command(
         Literal["auto", "vllm", "transformers"], Option(help="Server; auto: vllm if it is installed.")
     ] = "auto",
     host: Host = "127.0.0.1",
-    port: Annotated[int, Option(help="Port to listen on.")] = 8000,
+    port: Annotated[int, Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     dtype: Dtype = None,
     tokenizer: Tokenizer = None,
     revision: Revision = None,
@@ -50,7 +50,9 @@ def serve_command(
 def demo_command(
     model: Model = "dcformer-tiny",
     host: Host = "127.0.0.1",
-    port: Annotated[int | None, Option(help="Port.", show_default="the first free one from 7860")] = None,
+    port: Annotated[
+        int | None, Option(min=1, max=65535, help="Port.", show_default="the first free one from 7860")
+    ] = None,
     browser: Annotated[bool, Option(help="Open the demo in a browser.")] = True,
     dtype: Dtype = None,
     device: Device = None,

@@ -63,10 +63,14 @@ def write_model(
             part done.
 
     Raises:
-        ValueError: if the weights are not finite, or the model does not reproduce the reference logits.
+        ValueError: if `max_shard_size` is no size, the weights are not finite, or the model does not reproduce the
+            reference logits.
     """
     started = time.monotonic()
-    shard_bytes = convert_file_size_to_int(max_shard_size)
+    try:
+        shard_bytes = convert_file_size_to_int(max_shard_size)
+    except ValueError as error:
+        raise ValueError(f"max_shard_size must be a size such as '2GB', got {max_shard_size!r}.") from error
     reference = None if reference_logits is None else load_reference(reference_logits, plan.config.vocab_size)
     total = plan.source_bytes(plan.parameters)
     with target.open({**plan.fingerprint, "shard_bytes": shard_bytes, "verify": verify}) as folder:

@@ -178,6 +178,8 @@ def _check(options: EvaluationOptions, device: torch.device) -> None:
         raise ValueError(f"limit must be at least 1, and one per process ({processes}), got {options.limit}.")
     if options.max_length is not None and options.max_length < 1:
         raise ValueError(f"max_length must be at least 1, got {options.max_length}.")
+    if not re.fullmatch("auto|0*[1-9][0-9]*", str(options.batch_size)):
+        raise ValueError(f"batch_size must be a positive number or auto, got {options.batch_size!r}.")
     if options.stride is not None and not options.text:
         raise ValueError(f"stride is of a text, got {options.stride} without one; give --text.")
     if options.engine not in ("transformers", "vllm"):

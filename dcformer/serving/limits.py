@@ -16,7 +16,7 @@ def refuse_what_does_not_fit() -> None:
 
     def build_server(*handlers: Any, **options: Any) -> Any:
         app = build(*handlers, **options)
-        for kind in (ValueError, TemplateError):  # which Transformers' server would answer by an empty 500
+        for kind in (ValueError, TypeError, TemplateError):  # which Transformers' server would answer by an empty 500
             app.add_exception_handler(kind, refuse)
         return app
 
@@ -39,8 +39,8 @@ def _within_context(generate: Callable[..., Any]) -> Callable[..., Any]:
             raise ValueError("The prompt holds no token to continue.")
         if context is not None and length >= context:
             raise ValueError(f"The prompt has {length:,} tokens, and the context of {context:,} holds the answer too.")
-        if context is not None and config.max_new_tokens is not None:
-            config.max_new_tokens = min(config.max_new_tokens, context - length)
+        if context is not None and not (config.max_new_tokens is None and config.max_length):
+            config.max_new_tokens = min(config.max_new_tokens or context, context - length)
         return generate(self, model, processor, inputs, config, *rest, **options)
 
     return limited

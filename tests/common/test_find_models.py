@@ -61,6 +61,12 @@ def test_only_causal_language_models_are_loaded(tmp_path):
         load_model(tmp_path, tokenizer="dcformer-tiny", oov_policy="clamp")
 
 
+def test_an_adapter_is_named_as_one(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="is an adapter of PEFT"):
+        load_model(tmp_path)
+
+
 def test_a_tokenizer_is_loaded_from_folders_and_files_of_any_name(folder):
     vocabulary = load_tokenizer(folder).get_vocab()
     tokenizer = (folder / "tokenizer.json").rename(folder / "20B_tokenizer.json")

@@ -250,6 +250,8 @@ WRONG = {
     "got 65": {"max_length": 65},
     "--max-length 64": {"tasks": "pile_ppl"},
     "got 8": {"num_fewshot": 8},
+    "got '-1'": {"batch_size": "-1"},
+    "got 'many'": {"batch_size": "many"},
     "'jax'": {"engine": "jax"},
     "boolq": {"data_hash": {"boolq": "any"}},
     "sha256:0000": {"data_hash": {"piqa": "sha256:" + 64 * "0"}},

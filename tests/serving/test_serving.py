@@ -14,6 +14,7 @@ import torch
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from jinja2 import TemplateError
+from transformers import GenerationConfig
 from transformers.cli.serving import server
 from transformers.cli.serving.utils import GenerateManager
 
@@ -123,6 +124,11 @@ def test_what_would_be_ignored_is_refused(started):
     assert command_line.call("serve", "no/such/folder").exit_code == 1 and not started
 
 
+def test_a_port_that_does_not_exist_is_refused(started):
+    done = command_line.call("serve", "dcformer-tiny", "--port", "70000")
+    assert done.exit_code == 2 and "65535" in done.stderr and not started
+
+
 def test_without_its_packages_transformers_server_is_not_started_and_they_are_named(started, monkeypatch):
     for name in ("openai", "uvicorn"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -149,20 +155,21 @@ def test_transformers_server_refuses_what_does_not_fit_and_ends_texts_with_the_c
     @built.get("/{tokens}/{new}")
     async def answer(tokens: int, new: int):
         if tokens < 0:
-            raise TemplateError("roles must alternate")
-        config = SimpleNamespace(max_new_tokens=new or None)
+            raise (TemplateError if tokens == -1 else TypeError)("roles must alternate")
+        config = GenerationConfig(max_new_tokens=new or None)
         given = model, None, {"input_ids": torch.zeros(1, tokens)}, config
         limits = await manager.generate_non_streaming(*given, request_id="x")
         return [limits, manager.generate_streaming(*given, request_id="x")]
 
     client = TestClient(built)
-    for tokens, new, limit in ((250, 1024, 6), (255, 9, 1), (250, 3, 3), (250, 0, None)):
+    for tokens, new, limit in ((250, 1024, 6), (255, 9, 1), (250, 3, 3), (250, 0, 6)):
         assert client.get(f"/{tokens}/{new}").json() == [limit, limit]
     for tokens, words in (
         (256, "256 tokens, and the context of 256"),
         (16000, "16,000"),
         (0, "no token"),
         (-1, "roles"),
+        (-2, "roles"),
     ):
         refused = client.get(f"/{tokens}/8")
         assert refused.status_code == 400 and words in refused.json()["error"]["message"]
