@@ -14,12 +14,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.plotting import draw_grid, picture
+from ..loading import NOT_A_NUMBER
 from ..modeling_dcformer import DCFormerAttention
 from .branches import BRANCHES, OWN_HEAD, STAGES, branch_shares, what_matters
 from .diversity import head_diversity, map_diversity
 from .head_maps import HeadMapStatistics, head_map_statistics
 from .picture import NEGATIVE, POSITIVE, heat_map, label, signed_colours
-from .recording import Recording, attention_layers, record
+from .recording import Recording, attention_layers, forwards, record
 
 
 if TYPE_CHECKING:
@@ -81,12 +82,13 @@ def analyse(
         The path of the page.
 
     Raises:
-        ValueError: if there is no text, a layer that the model lacks, or a weight that is not finite.
+        ValueError: if there is no text, a layer that the model lacks, or the output is not finite.
     """
     if not texts:
         raise ValueError("There is no text to analyse; give at least one.")
-    if bad := [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]:
-        raise ValueError(f"{bad[0]} of the model holds NaN or infinity; analyse another checkpoint.")
+    with torch.no_grad():
+        if not model(**forwards(model, texts[0])[0])[0].isfinite().all():
+            raise ValueError(f"The model's output is not finite: {NOT_A_NUMBER}")
     output = Path(output)
     output.resolve().mkdir(parents=True, exist_ok=True)  # also of a link to nothing yet
     attentions, heads = attention_layers(model), model.config.num_attention_heads

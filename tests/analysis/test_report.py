@@ -68,8 +68,8 @@ def test_a_file_is_read_in_windows_and_nothing_or_both_is_refused(tmp_path, monk
     assert ended.exit_code == 1 and "fewer than two tokens" in ended.stderr
 
 
-def test_weights_that_are_not_finite_are_named(tmp_path):
+def test_weights_that_are_not_finite_are_refused(tmp_path):
     model = tiny_model()
     model.lm_head.weight.data[0, 1] = math.inf
-    with pytest.raises(ValueError, match=r"lm_head\.weight of the model holds NaN or infinity"):
+    with pytest.raises(ValueError, match="the weights hold NaN or infinity"):
         analyse(model, [[1, 2, 3]], tmp_path, None)
