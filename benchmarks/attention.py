@@ -122,6 +122,7 @@ class Candidate(NamedTuple):
     make: Callable[[Operands, int | None], Call]  # from operands and a window
     why_not: Callable[..., str | None] = lambda *_: None  # why it cannot run on operands and a window
     composes: bool = True  # otherwise only the states have gradients
+    slack: float = 1.0  # its errors as multiples of ours
 
     def gradient_call(self, of: Operands, window: int | None) -> Call:
         """Make a call of forward and backward; `of` are leaves."""
@@ -156,7 +157,8 @@ def _problem(
         results += torch.autograd.grad(results[0], of.tensors, upstream)
         expected += torch.autograd.grad(expected[0], exact.tensors, upstream.double())
     for index, pair in enumerate(zip(results, expected)):
-        error, tolerance = relative_error(*pair), _OUTPUT_TOLERANCES[run.dtype] * (_GRADIENT_FACTOR if index else 1)
+        tolerance = candidate.slack * _OUTPUT_TOLERANCES[run.dtype] * (_GRADIENT_FACTOR if index else 1)
+        error = relative_error(*pair)
         if not error <= tolerance:  # NaN is not below anything
             what = f"gradient {index}" if index else "output"
             return f"{what} is wrong: relative error {error:.1e}, at most {tolerance:.0e} is right"
@@ -217,7 +219,7 @@ def _authors(of: Operands, window: int | None) -> Call:
     return lambda: authors.attend_in_chunks(*of[:3], authors.Factors.of(of.pre, of.post), window)
 
 
-AUTHORS = Candidate("authors", _authors)
+AUTHORS = Candidate("authors", _authors, slack=1.5)  # maps in 16 bits, with the identity added, lose another bit
 
 
 class Shape(NamedTuple):

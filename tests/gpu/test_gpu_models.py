@@ -6,12 +6,10 @@ import json
 import pytest
 import torch
 from tiny_models import ANSWERS, random_tokens, tiny_model
-from tiny_recipes import tiny_recipe
 from torch._dynamo.utils import counters
 from transformers import TorchAoConfig, pipeline
 
 from dcformer import DCFormerForCausalLM
-from dcformer.training import train
 
 
 pytestmark = pytest.mark.gpu
@@ -162,6 +160,10 @@ def test_a_compiled_recipe_in_bf16_with_checkpoints_learns_as_a_plain_one_in_flo
     pytest.importorskip("omegaconf")
     pytest.importorskip("datasets")
     pytest.importorskip("accelerate")
+    from tiny_recipes import tiny_recipe
+
+    from dcformer.training import train
+
     fast = {"compile": True, "precision": "bf16", "gradient_checkpointing": True}
     losses = []
     for training, model in ((fast, {}), ({}, {"attn_implementation": "dcmha_plain"})):
