@@ -39,8 +39,9 @@ def _within_context(generate: Callable[..., Any]) -> Callable[..., Any]:
             raise ValueError("The prompt holds no token to continue.")
         if context is not None and length >= context:
             raise ValueError(f"The prompt has {length:,} tokens, and the context of {context:,} holds the answer too.")
-        if context is not None and not (config.max_new_tokens is None and config.max_length):
-            config.max_new_tokens = min(config.max_new_tokens or context, context - length)
+        asked = context if config.max_new_tokens is None and not config.max_length else config.max_new_tokens
+        if context is not None and asked is not None:
+            config.max_new_tokens = min(asked, context - length)
         return generate(self, model, processor, inputs, config, *rest, **options)
 
     return limited

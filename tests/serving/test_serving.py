@@ -156,13 +156,14 @@ def test_transformers_server_refuses_what_does_not_fit_and_ends_texts_with_the_c
     async def answer(tokens: int, new: int):
         if tokens < 0:
             raise (TemplateError if tokens == -1 else TypeError)("roles must alternate")
-        config = GenerationConfig(max_new_tokens=new or None)
+        config = GenerationConfig()
+        config.max_new_tokens = new if new >= 0 else None
         given = model, None, {"input_ids": torch.zeros(1, tokens)}, config
         limits = await manager.generate_non_streaming(*given, request_id="x")
         return [limits, manager.generate_streaming(*given, request_id="x")]
 
     client = TestClient(built)
-    for tokens, new, limit in ((250, 1024, 6), (255, 9, 1), (250, 3, 3), (250, 0, 6)):
+    for tokens, new, limit in ((250, 1024, 6), (255, 9, 1), (250, 3, 3), (250, 0, 0), (250, -1, 6)):
         assert client.get(f"/{tokens}/{new}").json() == [limit, limit]
     for tokens, words in (
         (256, "256 tokens, and the context of 256"),
